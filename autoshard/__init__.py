@@ -1,0 +1,48 @@
+"""autoshard: a PyTorch model written for one device, as the program that each rank of a cluster runs."""
+
+from __future__ import annotations
+
+__version__ = "0.1.0"
+
+from autoshard import compat  # noqa: F401  first: refuses a torch it was not made for
+from autoshard import data, memory, optim, schedules
+from autoshard.api import Step, parallelize
+from autoshard.batch import Replicated
+from autoshard.errors import (
+    AutoshardError,
+    BatchError,
+    CaptureError,
+    CheckpointError,
+    DivergenceError,
+    OptimizerError,
+    PlanError,
+    StateError,
+    VerifyError,
+)
+from autoshard.loss import Mean
+from autoshard.plan import Mesh, Plan, Zero
+from autoshard.state import State
+
+__all__ = [
+    "AutoshardError",
+    "BatchError",
+    "CaptureError",
+    "CheckpointError",
+    "DivergenceError",
+    "Mean",
+    "Mesh",
+    "OptimizerError",
+    "Plan",
+    "PlanError",
+    "Replicated",
+    "State",
+    "StateError",
+    "Step",
+    "VerifyError",
+    "Zero",
+    "data",
+    "memory",
+    "optim",
+    "parallelize",
+    "schedules",
+]

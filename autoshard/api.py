@@ -1,0 +1,326 @@
+"""What a user calls, and the algorithm from top to bottom: capture, passes, compile, step."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import autoshard
+from autoshard import batch as batches
+from autoshard import checkpoint, runtime, stateinit
+from autoshard.batch import BatchSpec
+from autoshard.capture import Loss, Modules, call_model, capture_evaluation, capture_forward, capture_training
+from autoshard.engine import Engine, Evaluation, Training
+from autoshard.errors import AutoshardError, BatchError, OptimizerError
+from autoshard.manager import PassContext
+from autoshard.optim import Binding, bind
+from autoshard.plan import Plan
+from autoshard.program import Program
+from autoshard.schedules import trace_check
+from autoshard.state import State
+
+Model = nn.Module | Callable[[], nn.Module]
+Metrics = dict[str, Tensor]
+
+
+def parallelize(
+    model: Model,
+    plan: Plan | None = None,
+    *,
+    loss: Loss | None = None,
+    optimizer: Callable[..., torch.optim.Optimizer] | None = None,
+    schedule: Callable[[Any], Any] | None = None,
+    frozen: Mapping[str, nn.Module] | None = None,
+) -> Step:
+    """A model written for one device as the program that each rank of a plan runs.
+
+    Args:
+        model: a module, or a callable that returns one: then it is built on meta and initialised shard by shard,
+            bit-equal to building it on one device under ``torch.manual_seed(plan.seed)``.
+        plan: mesh, ZeRO stage and knobs; None is `Plan()`.
+        loss: ``loss(model, batch)`` returns a 0-dim tensor, a `Mean`, or either with a dict of extras. None where
+            the model returns its loss itself.
+        optimizer: a factory of a torch optimizer, such as ``functools.partial(torch.optim.AdamW, lr=3e-4)``.
+        schedule: ``schedule(n)`` is the factor on lr for update n + 1; must be torch ops on a 0-dim tensor.
+        frozen: modules that the loss also uses and that are not trained.
+
+    Nothing is traced yet: that is `Step.init`.
+
+    Raises:
+        AutoshardError: an argument cannot work; the message says what would.
+    """
+    return Step(model, plan or Plan(), loss=loss, optimizer=optimizer, schedule=schedule, frozen=frozen or {})
+
+
+class Step:
+    """A training step, and what else can be done with the same state. Made by `parallelize`."""
+
+    def __init__(
+        self,
+        model: Model,
+        plan: Plan,
+        *,
+        loss: Loss | None,
+        optimizer: Callable[..., torch.optim.Optimizer] | None,
+        schedule: Callable[[Any], Any] | None,
+        frozen: Mapping[str, nn.Module],
+    ) -> None:
+        _check_arguments(model, plan, loss, optimizer, schedule, frozen)
+        self.runtime = runtime.start(plan)
+        self.plan = _resolved(plan, self.runtime)
+        self.source = stateinit.Source.of(model, frozen, self.plan.seed)
+        self.loss: Loss = loss or call_model
+        self.schedule = schedule
+        self.binding = self._bind(optimizer)
+        self.context = PassContext(self.plan, self.runtime.axes, self.binding, schedule, self.runtime.device)
+        self.engine = Engine(self.runtime, self.plan, self.binding, schedule)
+        self._training: dict[BatchSpec, Training] = {}
+        self._others: dict[tuple[str, BatchSpec], Evaluation] = {}
+        self._example: Any = None
+
+    @property
+    def modules(self) -> Modules:
+        return self.source.modules
+
+    # ---------------------------------------------------------------- state
+
+    def init(self, batch: Any, *, keep_model: bool = False) -> State:
+        """Traces, rewrites and compiles for this batch's shapes; returns the sharded state.
+
+        Args:
+            batch: this rank's slice of the global batch; only structure, shapes and dtypes are read.
+            keep_model: leave the module's own parameters as they are; else they become meta.
+
+        Raises:
+            CaptureError: the model or loss cannot be traced.
+            BatchError: the batch does not fit the plan.
+            DivergenceError: another rank has another plan, model or batch structure.
+        """
+        training = self._program_for(batch, call="init")
+        state = self.source.state(self._layout(training), self.runtime.device)
+        if not keep_model:
+            self.source.consume()
+        return state
+
+    def save(self, state: State, path: str | Path, extra: Mapping[str, Any] | None = None) -> None:
+        """Write a checkpoint: complete or not there at all. A collective call.
+
+        Args:
+            extra: JSON-able values to keep beside it, such as a data position; `load` leaves them in the file,
+                ``autoshard.checkpoint.read_meta(path)["extra"]`` reads them.
+        """
+        self.runtime.agree(f"save to {path}")
+        meta = {
+            "batch": batches.to_json(self._example),
+            "plan": str(self.plan),
+            "autoshard": autoshard.__version__,
+            "torch": torch.__version__,
+            "extra": dict(extra or {}),
+        }
+        checkpoint.write(path, stateinit.named_tensors(state), meta)
+
+    def load(self, path: str | Path, batch: Any = None) -> State:
+        """The state that was saved, under this plan, whatever plan saved it. A collective call.
+
+        Raises:
+            CheckpointError: missing, damaged, or of another model.
+        """
+        self.runtime.agree(f"load from {path}")
+        if batch is None:
+            batch = batches.from_json(checkpoint.read_meta(path)["batch"])
+            batch = batches.rescaled(batch, self.plan.accumulate)
+        training = self._program_for(batch, call="load")
+        state = self.source.empty_state(self._layout(training), self.runtime.device)
+        checkpoint.read_into(path, stateinit.named_tensors(state))
+        self.source.consume()
+        return state
+
+    def export(self, state: State, path: str | Path) -> None:
+        """Write the model's full ``state_dict`` as safetensors. A collective call."""
+        self.runtime.agree(f"export to {path}")
+        checkpoint.export(path, stateinit.full_state_dict(state, self.source))
+
+    # ---------------------------------------------------------------- compute
+
+    def __call__(self, state: State, batch: Any) -> tuple[State, Metrics]:
+        """One optimizer step. Donates `state`.
+
+        Returns:
+            The new state, and 0-dim metrics equal on every rank: loss, grad_norm, lr, samples, tokens, extras.
+        """
+        if self.binding is None:
+            raise OptimizerError(
+                "this step has no optimizer; pass optimizer=functools.partial(torch.optim.AdamW, lr=...) to parallelize, "
+                "or use step.gradients or step.evaluate"
+            )
+        training = self._program_for(batch, call="step")
+        return self.engine.step(training, state, batch)
+
+    def gradients(self, state: State, batch: Any) -> tuple[Metrics, dict[str, DTensor]]:
+        """Gradients of the same program, without an update; `state` stays valid, its random key does not advance."""
+        training = self._program_for(batch, call="gradients")
+        return self.engine.gradients(training, state, batch)
+
+    def evaluate(self, state: State, batch: Any) -> Metrics:
+        """Eval mode, no gradient. Any leading size, another on every rank too; the tail is exact.
+
+        A loss that is a plain scalar is taken as a mean over samples; return `Mean` for other weights.
+        """
+        self.runtime.agree("evaluate")
+        return self.engine.evaluate(self, state, batch)
+
+    def forward(self, state: State, *args: Any, **kwargs: Any) -> Any:
+        """The model's own call in eval mode: this rank's slice in, this rank's slice out, plain tensors."""
+        evaluation = self.forward_program(args, kwargs)
+        return self.engine.forward(evaluation, state, (args, kwargs))
+
+    # ---------------------------------------------------------------- looking inside
+
+    def program(self, phase: str = "micro", after: str | None = None) -> Program:
+        """The program as it stood after a pass.
+
+        Args:
+            phase: "micro" or "epilogue"; the other graphs are left out.
+            after: a pass's name, "capture", or None for the end.
+        """
+        return self._latest().snapshot(phase, after)
+
+    def explain(self) -> str:
+        """What was placed where and why, as a table."""
+        from autoshard.explain import explain
+
+        return explain(self, self._latest())
+
+    def cost(self) -> Any:
+        """FLOPs, bytes at rest and bytes per collective and axis, of this rank for one step."""
+        from autoshard.cost import cost
+
+        return cost(self, self._latest())
+
+    def fingerprint(self) -> str:
+        """A digest of the plan, the graphs and the versions of torch and autoshard."""
+        training = self._latest()
+        text = f"{self.plan}\n{training.program_text}\n{torch.__version__}\n{autoshard.__version__}"
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def _latest(self) -> Training:
+        if not self._training:
+            raise AutoshardError("nothing is traced yet; call step.init(batch) first")
+        return next(reversed(self._training.values()))
+
+    # ---------------------------------------------------------------- programs
+
+    def _program_for(self, batch: Any, call: str) -> Training:
+        """The compiled program for a batch's shapes; made when they are new, within plan.max_compiles."""
+        spec = batches.describe(batch)
+        self.runtime.agree(f"{call}\n{self._identity()}\nbatch {spec}")
+        if spec in self._training:
+            return self._training[spec]
+        batches.check_divides(spec, self.plan.accumulate)
+        self._check_budget(spec, len(self._training), next(reversed(self._training), None))
+        captured = capture_training(
+            self.modules,
+            self.loss,
+            batch,
+            ranks=self.runtime.data_ranks,
+            accumulate=self.plan.accumulate,
+            device=self.runtime.device,
+        )
+        training = self.engine.build_training(captured, spec, self.context)
+        self._training[spec] = training
+        self._example = batches.as_meta(batch)
+        return training
+
+    def evaluation_program(self, batch: Any, *, compiled: bool = True) -> Evaluation:
+        spec = batches.describe(batch)
+        return self._other(f"evaluation{'' if compiled else ' tail'}", spec, compiled, batch, None)
+
+    def forward_program(self, args: Any, kwargs: Any) -> Evaluation:
+        spec = batches.describe((args, kwargs))
+        self.runtime.agree(f"forward {spec}")
+        return self._other("forward", spec, True, (args, kwargs), kwargs)
+
+    def _other(self, kind: str, spec: BatchSpec, compiled: bool, batch: Any, kwargs: Any) -> Evaluation:
+        if (kind, spec) not in self._others:
+            if compiled:
+                known = [s for k, s in self._others if k == kind]
+                self._check_budget(spec, len(known), known[-1] if known else None)
+            ranks, device = self.runtime.data_ranks, self.runtime.device
+            if kind == "forward":
+                captured = capture_forward(self.modules, batch[0], batch[1], ranks=ranks, device=device)
+            else:
+                captured = capture_evaluation(self.modules, self.loss, batch, ranks=ranks, device=device)
+            self._others[kind, spec] = self.engine.build_evaluation(kind, captured, spec, self.context, compiled)
+        return self._others[kind, spec]
+
+    def _check_budget(self, spec: BatchSpec, made: int, last: BatchSpec | None) -> None:
+        if made >= self.plan.max_compiles:
+            raise BatchError(
+                f"a batch with new shapes ({spec}) would be program {made + 1}, plan.max_compiles is "
+                f"{self.plan.max_compiles}; pad batches to few shapes, or raise max_compiles"
+            )
+        if last is not None:
+            from autoshard.compile import tell
+
+            tell(self.runtime, f"new batch shapes ({spec}), program {made + 1} of at most {self.plan.max_compiles}")
+
+    def _layout(self, training: Training) -> Any:
+        return stateinit.layout(self.source, training.with_gradient, self.context, self.runtime)
+
+    def _identity(self) -> str:
+        return f"plan {self.plan}\n{self.source.identity}\noptimizer {self.binding and self.binding.groups}"
+
+    def _bind(self, optimizer: Callable[..., torch.optim.Optimizer] | None) -> Binding | None:
+        if optimizer is None:
+            return None
+        named = {
+            name: p for name, p in self.modules.model.named_parameters() if p.requires_grad
+        }
+        return bind(optimizer, {name: p.detach().to("meta").requires_grad_() for name, p in named.items()})
+
+
+def _check_arguments(
+    model: Any, plan: Any, loss: Any, optimizer: Any, schedule: Any, frozen: Mapping[str, Any]
+) -> None:
+    if not isinstance(model, nn.Module) and not callable(model):
+        raise AutoshardError(f"model is {model!r}; valid: an nn.Module, or a callable that returns one")
+    if isinstance(model, type):
+        raise AutoshardError(f"model is the class {model.__name__}; valid: an instance, or lambda: {model.__name__}(...)")
+    if not isinstance(plan, Plan):
+        raise AutoshardError(f"plan is {plan!r}; valid: autoshard.Plan(...)")
+    if isinstance(optimizer, torch.optim.Optimizer):
+        name = type(optimizer).__name__
+        raise OptimizerError(
+            f"optimizer is a {name} that exists already; valid: a factory, functools.partial(torch.optim.{name}, lr=...)"
+        )
+    for what, value in (("loss", loss), ("optimizer", optimizer), ("schedule", schedule)):
+        if value is not None and not callable(value):
+            raise AutoshardError(f"{what} is {value!r}; valid: a callable, or None")
+    if schedule is not None:
+        if optimizer is None:
+            raise AutoshardError("schedule is given without an optimizer, which it would act on; pass optimizer= too")
+        trace_check(schedule)
+    if loss is not None and not isinstance(loss, nn.Module):
+        try:
+            inspect.signature(loss).bind(None, None)
+        except TypeError as error:
+            raise AutoshardError(f"loss must take (model, batch): {error}") from error
+        except ValueError:
+            pass
+    for name, module in frozen.items():
+        if not isinstance(module, nn.Module):
+            raise AutoshardError(f"frozen[{name!r}] is {type(module).__name__}; valid: an nn.Module")
+
+
+def _resolved(plan: Plan, rt: runtime.Runtime) -> Plan:
+    values = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)}
+    return Plan(**{**values, "mesh": rt.mesh})
+

@@ -1,0 +1,190 @@
+"""The only file that touches private torch API. Holds for torch 2.11 to 2.14.
+
+Each function says in one line what it stands for; nothing else in the package imports ``torch._*``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+
+_SUPPORTED = ((2, 11), (2, 14))
+_found = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+if not _SUPPORTED[0] <= _found <= _SUPPORTED[1]:
+    raise ImportError(
+        f"autoshard works with torch 2.11 to 2.14, found {torch.__version__}; "
+        "pip install torch==2.14.1 torchvision==0.29.1"
+    )
+
+from torch._decomp import get_decompositions as _get_decompositions  # noqa: E402
+import torch._inductor.compile_fx as _compile_fx  # noqa: E402
+import torch._inductor.config as _inductor_config  # noqa: E402
+from torch._inductor.custom_graph_pass import CustomGraphPass as _CustomGraphPass  # noqa: E402
+from torch._inductor.decomposition import select_decomp_table as _select_decomp_table  # noqa: E402
+from torch._subclasses import fake_tensor as _fake  # noqa: E402
+from torch.fx.experimental import symbolic_shapes as _symbolic_shapes  # noqa: E402
+from torch.fx.experimental.proxy_tensor import get_proxy_mode as _get_proxy_mode  # noqa: E402
+from torch.fx.experimental.proxy_tensor import make_fx as _make_fx  # noqa: E402
+from torch.nn.utils import stateless as _stateless  # noqa: E402
+from torch.utils import _python_dispatch as _dispatch  # noqa: E402
+from torch.utils import checkpoint as _checkpoint  # noqa: E402
+from torch.utils import _pytree as pytree  # noqa: E402
+
+FakeTensor = _fake.FakeTensor
+FakeTensorMode = _fake.FakeTensorMode
+TorchDispatchMode = _dispatch.TorchDispatchMode
+
+DATA_DEPENDENT_ERRORS: tuple[type[BaseException], ...] = (
+    _fake.DataDependentOutputException,
+    _fake.DynamicOutputShapeException,
+    _symbolic_shapes.GuardOnDataDependentSymNode,
+)
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode in which tensors have shape, dtype and device but no values; shapes are static."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def make_fx(
+    function: Callable[..., Any], args: Sequence[Any], decompositions: dict[Any, Callable[..., Any]] | None = None
+) -> fx.GraphModule:
+    """Trace `function` on fake `args` to a graph of aten ops, backward included, metadata kept."""
+    with fx.traceback.preserve_node_meta(), contextlib.ExitStack() as stack:
+        if hasattr(torch.compiler, "_non_strict_tracing_context"):  # torch >= 2.12
+            stack.enter_context(torch.compiler._non_strict_tracing_context())
+        return _make_fx(
+            function, decomposition_table=decompositions or {}, tracing_mode="real", _allow_non_fake_inputs=True
+        )(*args)
+
+
+@contextlib.contextmanager
+def engine_backward() -> Iterator[None]:
+    """Backward nodes traced within get the sequence number of the forward node they differentiate."""
+    with contextlib.ExitStack() as stack:
+        if hasattr(torch.compiler, "_patch_engine_backward"):  # torch >= 2.12
+            stack.enter_context(torch.compiler._patch_engine_backward())
+        yield
+
+
+def traced_graph() -> fx.Graph:
+    """The graph that the innermost running `make_fx` is building."""
+    mode = _get_proxy_mode()
+    if mode is None:
+        raise RuntimeError("traced_graph() is called outside of make_fx")
+    return mode.tracer.graph
+
+
+def without_modes() -> contextlib.AbstractContextManager[Any]:
+    """Tensor ops within run for real, whatever tracing is going on."""
+    return _dispatch._disable_current_modes()
+
+
+def swapped_tensors(module: nn.Module, tensors: dict[str, torch.Tensor]) -> contextlib.AbstractContextManager[Any]:
+    """`module` has `tensors` as its parameters and buffers within; tied names follow."""
+    return _stateless._reparametrize_module(module, tensors, tie_weights=True, strict=False)
+
+
+@contextlib.contextmanager
+def checkpoint_bypassed() -> Iterator[None]:
+    """``torch.utils.checkpoint`` regions run once, as plain code: recompute is the plan's business.
+
+    The function itself is often imported by name, so what it calls is replaced.
+    """
+
+    class Plain:
+        @staticmethod
+        def apply(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
+            return function(*args)
+
+    def generator(function: Callable[..., Any], *_args: Any, **_kwargs: Any) -> Iterator[None]:
+        yield
+
+    replaced = {
+        "CheckpointFunction": Plain,
+        "_checkpoint_without_reentrant_generator": generator,
+        "_checkpoint_without_reentrant_generator_impl": generator,  # torch >= 2.14
+    }
+    saved = {name: getattr(_checkpoint, name) for name in replaced if hasattr(_checkpoint, name)}
+    for name in saved:
+        setattr(_checkpoint, name, replaced[name])
+    try:
+        yield
+    finally:
+        for name, value in saved.items():
+            setattr(_checkpoint, name, value)
+
+
+def functionalized(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` with in-place ops replaced by pure ones; writes into inputs remain as final copies."""
+    return torch.func.functionalize(function, remove="mutations")
+
+
+def torch_decompositions(ops: Sequence[Any]) -> dict[Any, Callable[..., Any]]:
+    """torch's own way of writing `ops` with simpler ones."""
+    return dict(_get_decompositions(ops))
+
+
+def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
+    """What Inductor wants decomposed before it compiles a graph."""
+    return dict(_select_decomp_table())
+
+
+def compile_inductor(gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[[list[Any]], Any]:
+    """Compile a decomposed graph of local shapes. The result takes a list, which it empties, and returns a tuple.
+
+    Peak-memory reordering is off and order edges are added after the last rewrite, so that gathers stay where
+    the `zero` pass put them.
+    """
+    with _inductor_config.patch(
+        post_grad_custom_post_pass=_KeepCollectiveOrder(),
+        reorder_for_peak_memory=False,
+        reorder_for_locality=False,
+        comprehensive_padding=False,
+    ):
+        return _compile_fx.compile_fx_inner(gm, list(inputs), is_inference=True)  # type: ignore[return-value]
+
+
+def all_gather(output: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    """Every rank's `value` stacked in `output`; torch 2.14 renamed the function."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(output, value, group=group)
+
+
+def register_group(name: str, group: dist.ProcessGroup) -> None:
+    """Let functional collectives find `group` under `name`, which is the same on every rank."""
+    resolve = torch._C._distributed_c10d._resolve_process_group
+    with contextlib.suppress(Exception):
+        resolve(name)
+        torch._C._distributed_c10d._unregister_process_group(name)
+    torch._C._distributed_c10d._register_process_group(name, group)
+
+
+@contextlib.contextmanager
+def trunc_normal_replaced(replacement: Callable[..., torch.Tensor]) -> Iterator[None]:
+    """``nn.init.trunc_normal_`` becomes ``replacement(original, tensor, mean, std, a, b, ...)``.
+
+    It loops on random values (torch >= 2.14). The function is often imported by name, so what it calls is replaced.
+    """
+    original = nn.init._no_grad_trunc_normal_
+    nn.init._no_grad_trunc_normal_ = functools.partial(replacement, original)
+    try:
+        yield
+    finally:
+        nn.init._no_grad_trunc_normal_ = original
+
+
+class _KeepCollectiveOrder(_CustomGraphPass):
+    """Tells Inductor to keep the graph's order around collectives, which it would hoist."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        return None
+
+    def uuid(self) -> str:
+        return "autoshard-order-0"

@@ -1,0 +1,128 @@
+"""The list of passes, and what runs them: times, records, dumps, switches off and verifies each."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from autoshard.collectives import Axis
+from autoshard.optim import Binding
+from autoshard.placement import REPLICATE, Placement
+from autoshard.plan import Plan
+from autoshard.program import PassRecord, Placements, Program
+
+
+@dataclass(frozen=True)
+class PassContext:
+    """What a pass may read besides the program.
+
+    Args:
+        plan: as the user made it, its mesh resolved.
+        axes: mesh axes of more than one rank, outermost first; placements are in this order.
+        binding: the optimizer, None without one.
+        schedule: factor on the learning rate by update, None for 1.
+        device: where the program runs.
+    """
+
+    plan: Plan
+    axes: tuple[Axis, ...]
+    binding: Binding | None = None
+    schedule: Callable[[torch.Tensor], torch.Tensor] | None = None
+    device: torch.device = torch.device("cpu")
+
+    @property
+    def data(self) -> int | None:
+        """Position of the data axis among `axes`, None where it has one rank."""
+        return next((i for i, axis in enumerate(self.axes) if axis.name == "data"), None)
+
+    def replicate(self) -> Placements:
+        return (REPLICATE,) * len(self.axes)
+
+    def on_data(self, placement: Placement) -> Placements:
+        """Replicated on every axis but the data axis."""
+        return tuple(placement if i == self.data else p for i, p in enumerate(self.replicate()))
+
+
+Pass = Callable[[Program, PassContext], Program]
+
+
+def pass_list() -> list[tuple[str, Pass]]:
+    """Every pass in order. A program is what the list makes of a captured graph."""
+    from autoshard.passes.accumulate import accumulate
+    from autoshard.passes.canonicalize import canonicalize
+    from autoshard.passes.lower import lower
+    from autoshard.passes.place import place
+    from autoshard.passes.update import update
+    from autoshard.passes.zero import zero
+
+    return [
+        ("canonicalize", canonicalize),
+        ("place", place),
+        ("zero", zero),
+        ("lower", lower),
+        ("accumulate", accumulate),
+        ("update", update),
+    ]
+
+
+# What a later pass cannot do without; switching one of these off is refused.
+_REQUIRED = {"canonicalize", "place", "lower", "update", "accumulate"}
+
+
+def run_passes(
+    program: Program,
+    context: PassContext,
+    *,
+    without: frozenset[str] = frozenset(),
+    watch: Callable[[str, Program], None] | None = None,
+) -> Program:
+    """Run the list.
+
+    Args:
+        without: names of passes to switch off (`zero` runs the plan as stage 0).
+        watch: told every program as it stands after each pass, "capture" first.
+
+    Raises:
+        ValueError: a name in `without` is no pass, or one that the others need.
+        VerifyError: an invariant does not hold after a pass.
+    """
+    from autoshard.verify import check_program
+
+    names = [name for name, _ in pass_list()]
+    for name in without:
+        if name not in names or name in _REQUIRED:
+            allowed = [n for n in names if n not in _REQUIRED]
+            raise ValueError(f"pass {name!r} cannot be switched off; valid: {', '.join(allowed)}")
+    dump = os.environ.get("AUTOSHARD_DUMP")
+    _report(0, "capture", program, dump, watch)
+    for number, (name, run) in enumerate(pass_list(), start=1):
+        if name in without:
+            continue
+        started = time.perf_counter()
+        before = _sizes(program)
+        program = run(program, context)
+        check_program(program, context, name)
+        summary = ", ".join(f"{graph} {before.get(graph, 0)} -> {size} nodes" for graph, size in _sizes(program).items())
+        program = program.with_record(PassRecord(name, time.perf_counter() - started, summary))
+        _report(number, name, program, dump, watch)
+    return program
+
+
+def _sizes(program: Program) -> dict[str, int]:
+    return {name: len(graph.module.graph.nodes) for name, graph in program.graphs.items()}
+
+
+def _report(
+    number: int, name: str, program: Program, dump: str | None, watch: Callable[[str, Program], None] | None
+) -> None:
+    if watch is not None:
+        watch(name, program)
+    if dump and int(os.environ.get("RANK", "0")) == 0:
+        folder = Path(dump)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{number:02d}-{name}.txt").write_text(str(program) + "\n")

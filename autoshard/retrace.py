@@ -1,0 +1,83 @@
+"""The only way to trace a graph again. Every new node inherits the tag of the node it came from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoshard import compat
+from autoshard.program import TAG, Graph, Tag
+
+Decompositions = dict[Any, Callable[..., Any]]
+
+
+def stamp(graph: fx.Graph, tag: Tag) -> None:
+    """Give `tag` to the nodes at the end of `graph` that have none."""
+    for node in reversed(graph.nodes):
+        if TAG in node.meta:
+            break
+        node.meta[TAG] = tag
+
+
+class _Stamping(fx.Interpreter):
+    """Runs a graph under a tracer and stamps what each node emits with that node's tag."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if TAG in n.meta:
+            stamp(compat.traced_graph(), n.meta[TAG])
+        return result
+
+
+def retrace(
+    graph: Graph,
+    decompositions: Decompositions | None = None,
+    *,
+    functionalize: bool = False,
+    on_inputs: Callable[[tuple[Any, ...]], None] | None = None,
+) -> Graph:
+    """`graph` traced again under `decompositions`, with the same signature.
+
+    Args:
+        on_inputs: told the traced inputs before the first node runs, for decompositions that need one.
+        functionalize: replace in-place ops by pure ones; final writes into inputs are dropped, since a graph
+            returns new buffers as outputs.
+    """
+    inputs = [node.meta["val"] for node in graph.placeholders()]
+    first = default_tag(graph)
+
+    def run(*args: torch.Tensor) -> Any:
+        stamp(compat.traced_graph(), first)
+        if on_inputs is not None:
+            on_inputs(args)
+        return _Stamping(graph.module).run(*args)
+
+    mode = next((v.fake_mode for v in inputs if isinstance(v, compat.FakeTensor)), None) or compat.fake_mode()
+    with mode:
+        module = compat.make_fx(compat.functionalized(run) if functionalize else run, inputs, decompositions)
+    if functionalize:
+        for node in list(module.graph.nodes):
+            if node.target is torch.ops.aten.copy_.default and node.args[0].op == "placeholder" and not node.users:
+                module.graph.erase_node(node)
+    for node in module.graph.nodes:
+        if node.op not in ("placeholder", "output") and TAG not in node.meta:
+            node.meta[TAG] = first
+    clean(module)
+    return Graph(module, graph.signature, graph.local)
+
+
+def default_tag(graph: Graph) -> Tag:
+    """The tag for what no node of `graph` accounts for: that of its first tagged node."""
+    return next(node.meta[TAG] for node in graph.module.graph.nodes if TAG in node.meta)
+
+
+def clean(module: fx.GraphModule) -> None:
+    """Drop what nothing uses, keep placeholders and writes into inputs, check and recompile."""
+    module.graph.eliminate_dead_code(
+        lambda node: node.op in ("placeholder", "output") or node.target is torch.ops.aten.copy_.default
+    )
+    module.graph.lint()
+    module.recompile()

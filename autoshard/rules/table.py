@@ -1,0 +1,548 @@
+"""The rule table: one row an op. See the package's docstring for how a row reads."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from autoshard.placement import Shard
+from autoshard.rules import Labels, Op, Row, Rule, divides, parse
+from autoshard.rules.views import carry
+
+aten = torch.ops.aten
+LETTERS = string.ascii_letters
+
+
+def _fixed(text: str) -> Callable[[Op], Labels | None]:
+    labels = parse(text)
+    return lambda op: labels
+
+
+def _together(*inputs: int) -> Callable[[Op], tuple[frozenset[int], ...]]:
+    return lambda op: (frozenset(inputs),)
+
+
+def _each(*inputs: int) -> Callable[[Op], tuple[frozenset[int], ...]]:
+    return lambda op: tuple(frozenset((i,)) for i in inputs)
+
+
+def _all(op: Op) -> tuple[frozenset[int], ...]:
+    return (frozenset(range(len(op.inputs))),)
+
+
+def _none(op: Op) -> tuple[frozenset[int], ...]:
+    return ()
+
+
+def broadcast(op: Op) -> Labels | None:
+    """Right-aligned dims of every input and output carry the output's label, unless they are stretched."""
+    shape = next(t.shape for t in op.outputs if t is not None)
+    names = "".join(LETTERS[d] if size > 1 else "." for d, size in enumerate(shape))
+
+    def dims(t: torch.Tensor) -> str:
+        offset = len(shape) - t.dim()
+        return "".join(names[offset + d] if size == shape[offset + d] else "." for d, size in enumerate(t.shape))
+
+    return Labels(tuple(map(dims, op.inputs)), tuple((dims(t) if t is not None else "", "") for t in op.outputs))
+
+
+POINTWISE = Rule(labels=broadcast)
+
+
+def _norm_dims(dim: Any, rank: int) -> set[int]:
+    if dim is None or (isinstance(dim, (list, tuple)) and not dim):
+        return set(range(rank))
+    return {d % rank if rank else 0 for d in (dim if isinstance(dim, (list, tuple)) else [dim])}
+
+
+def _reduction(dim_arg: int | None, keep_arg: int | None, *, sums: bool) -> Callable[[Op], Labels | None]:
+    """Reduced dims disappear; where the op `sums`, a shard of one leaves a partial sum, else it cannot be split."""
+
+    def labels(op: Op) -> Labels | None:
+        x = op.inputs[0]
+        reduced = _norm_dims(op.arg(dim_arg) if dim_arg is not None else None, x.dim())
+        keep = bool(op.arg(keep_arg)) if keep_arg is not None else False
+        before = "".join("." if d in reduced and not sums else LETTERS[d] for d in range(x.dim()))
+        if keep:
+            after = "".join("." if d in reduced else LETTERS[d] for d in range(x.dim()))
+        else:
+            after = "".join(LETTERS[d] for d in range(x.dim()) if d not in reduced)
+        partial = "".join(LETTERS[d] for d in sorted(reduced)) if sums else ""
+        return Labels((before,), tuple((after, partial) for _ in op.outputs))
+
+    return labels
+
+
+def _along(dim_arg: int | None, *, default: int = -1, inputs: int | None = None) -> Callable[[Op], Labels | None]:
+    """Every tensor has the same rank; the dim(s) that the op works along cannot be split, the others can."""
+
+    def labels(op: Op) -> Labels | None:
+        rank = op.inputs[0].dim()
+        dim = op.arg(dim_arg, default) if dim_arg is not None else default
+        names = "".join("." if d in _norm_dims(dim, rank) else LETTERS[d] for d in range(rank))
+        return Labels(tuple(_same(t, names, op) for t in op.inputs), tuple((names, "") for _ in op.outputs))
+
+    return labels
+
+
+def _same(t: torch.Tensor, names: str, op: Op) -> str:
+    """`names` where `t` has the size of the first input, else '.'; all '.' where its rank differs."""
+    first = op.inputs[0]
+    if t.dim() != first.dim():
+        return "." * t.dim()
+    return names
+
+
+def batchwise(leading: int = 1, *, whole: Iterable[int] = ()) -> Callable[[Op], Labels | None]:
+    """The first `leading` dims of every input and output split together; inputs in `whole` cannot be split."""
+    kept = set(whole)
+
+    def dims(t: torch.Tensor) -> str:
+        return "".join(LETTERS[d] if d < leading else "." for d in range(t.dim()))
+
+    def labels(op: Op) -> Labels | None:
+        return Labels(
+            tuple("." * t.dim() if i in kept else dims(t) for i, t in enumerate(op.inputs)),
+            tuple((dims(t) if t is not None else "", "") for t in op.outputs),
+        )
+
+    return labels
+
+
+def _view(op: Op, index: int, shard: Shard, output: bool, ranks: int) -> Row | None:
+    before, after = op.inputs[0].shape, op.outputs[0].shape  # type: ignore[union-attr]
+    if output:
+        source = carry(after, before, shard, ranks)
+        return Row((source,), (shard,)) if source is not None and divides(after[shard.dim], shard, ranks) else None
+    target = carry(before, after, shard, ranks)
+    return Row((shard,), (target,)) if target is not None else None
+
+
+def _permuted(order: Callable[[Op], list[int]]) -> Callable[[Op], Labels | None]:
+    def labels(op: Op) -> Labels | None:
+        dims = order(op)
+        return Labels((LETTERS[: len(dims)],), (("".join(LETTERS[d] for d in dims), ""),))
+
+    return labels
+
+
+def _swap(op: Op) -> list[int]:
+    rank = op.inputs[0].dim()
+    order = list(range(rank))
+    if rank:
+        a, b = (op.arg(1), op.arg(2)) if len(op.args) > 2 else (0, rank - 1)
+        order[a], order[b] = order[b], order[a]
+    return order
+
+
+def _without(dims: Callable[[Op], set[int]]) -> Callable[[Op], Labels | None]:
+    """Some dims of the input are gone from the output."""
+
+    def labels(op: Op) -> Labels | None:
+        rank, gone = op.inputs[0].dim(), dims(op)
+        before = "".join("." if d in gone else LETTERS[d] for d in range(rank))
+        after = before.replace(".", "") if len(gone) else before
+        return Labels((before,), tuple((after, "") for _ in op.outputs))
+
+    return labels
+
+
+def _squeezed(op: Op) -> set[int]:
+    x = op.inputs[0]
+    dims = _norm_dims(op.arg(1), x.dim()) if len(op.args) > 1 else set(range(x.dim()))
+    return {d for d in dims if x.shape[d] == 1}
+
+
+def _unsqueezed(op: Op) -> Labels | None:
+    rank = op.inputs[0].dim()
+    names = LETTERS[:rank]
+    at = op.arg(1) % (rank + 1)
+    return Labels((names,), ((names[:at] + "." + names[at:], ""),))
+
+
+def _stacked(op: Op) -> Labels | None:
+    rank = op.inputs[0].dim()
+    names = LETTERS[:rank]
+    at = op.arg(1, 0) % (rank + 1)
+    return Labels((names,) * len(op.inputs), ((names[:at] + "." + names[at:], ""),))
+
+
+def _joined(op: Op) -> Labels | None:
+    rank = max(t.dim() for t in op.inputs)
+    at = op.arg(1, 0) % rank
+    names = "".join("." if d == at else LETTERS[d] for d in range(rank))
+    return Labels(tuple(names if t.dim() == rank else "." * t.dim() for t in op.inputs), ((names, ""),))
+
+
+def _embedding_gradient(op: Op) -> Labels | None:
+    rank = op.inputs[1].dim()
+    return Labels((LETTERS[:rank] + "Z", LETTERS[:rank]), ((".Z", LETTERS[:rank]),))
+
+
+def _embedding(op: Op) -> Labels | None:
+    rank = op.inputs[1].dim()
+    return Labels((".Z", LETTERS[:rank]), ((LETTERS[:rank] + "Z", ""),))
+
+
+def _normalized(op: Op) -> tuple[str, int]:
+    """Labels of the leading dims that a layer norm does not reduce, and how many it does."""
+    shape = next(a for a in op.args if isinstance(a, (list, tuple)) and a and isinstance(a[0], int))
+    lead = op.inputs[0].dim() - len(shape)
+    return LETTERS[:lead], len(shape)
+
+
+def _layer_norm(op: Op) -> Labels | None:
+    lead, n = _normalized(op)
+    x, w, m = lead + "." * n, "." * n, lead + "." * n
+    outputs = ((x, ""), (m, ""), (m, ""))
+    return Labels((x, *(w for _ in op.inputs[1:])), outputs[: len(op.outputs)])
+
+
+def _layer_norm_gradient(op: Op) -> Labels | None:
+    lead, n = _normalized(op)
+    x, w = lead + "." * n, "." * n
+    inputs = tuple(x if t.dim() == op.inputs[0].dim() else w for t in op.inputs)
+    return Labels(inputs, ((x, ""), (w, lead), (w, lead))[: len(op.outputs)])
+
+
+def _group_norm(op: Op) -> Labels | None:
+    x = "b" + "." * (op.inputs[0].dim() - 1)
+    return Labels((x, *("." for _ in op.inputs[1:])), ((x, ""), ("b.", ""), ("b.", "")))
+
+
+def _group_norm_gradient(op: Op) -> Labels | None:
+    x = "b" + "." * (op.inputs[0].dim() - 1)
+    return Labels((x, x, "b.", "b.", *("." for _ in op.inputs[4:])), ((x, ""), (".", "b"), (".", "b")))
+
+
+def _convolution(op: Op) -> Labels | None:
+    spatial = "." * (op.inputs[0].dim() - 2)
+    transposed, groups = op.arg(6), op.arg(8)
+    o, i, partial = ("o", "i", "/i") if groups == 1 and not transposed and len(op.inputs) == 2 else (".", ".", "")
+    bias = ["." if o == "." else "o" for _ in op.inputs[2:]]
+    return parse(f"{', '.join(['b' + i + spatial, o + i + spatial, *bias])} -> b{o}{spatial}{partial}")
+
+
+def _convolution_gradient(op: Op) -> Labels | None:
+    spatial = "." * (op.inputs[0].dim() - 2)
+    return parse(f"b.{spatial}, b.{spatial}, ..{spatial} -> b.{spatial}, ..{spatial}/b, ./b")
+
+
+def _attention(op: Op) -> Labels | None:
+    """(batch, heads, length, width): batch and heads split; an attn bias or mask where it has those dims."""
+    q, k, v = op.inputs[:3]
+    head = "h" if q.shape[1] == k.shape[1] else "."
+    rest = []
+    for t in op.inputs[3:]:
+        rest.append(_mask_dims(t, q, head))
+    outputs = [("b" + head + "..", "")]
+    for t in op.outputs[1:]:
+        batched = t is not None and t.dim() >= 2 and t.shape[0] == q.shape[0] and t.shape[1] == q.shape[1]
+        outputs.append(("b" + head + "." * (t.dim() - 2) if batched and t is not None else _dots(t), ""))
+    return Labels((*["b" + head + ".."] * 3, *rest), tuple(outputs))
+
+
+def _attention_gradient(op: Op) -> Labels | None:
+    q, k = op.inputs[1], op.inputs[2]
+    head = "h" if q.shape[1] == k.shape[1] else "."
+    inputs = [_mask_dims(t, q, head) for t in op.inputs]
+    outputs = []
+    for t in op.outputs:
+        outputs.append((_mask_dims(t, q, head) if t is not None else "", ""))
+    return Labels(tuple(inputs), tuple(outputs))
+
+
+def _mask_dims(t: torch.Tensor, q: torch.Tensor, head: str) -> str:
+    if t.dim() < 3:
+        return "." * t.dim()
+    b = "b" if t.shape[0] == q.shape[0] and q.shape[0] > 1 else "."
+    h = head if t.shape[1] == q.shape[1] and q.shape[1] > 1 else "."
+    return b + h + "." * (t.dim() - 2)
+
+
+def _dots(t: torch.Tensor | None) -> str:
+    return "." * (t.dim() if t is not None else 0)
+
+
+def _sliced(dim_arg: int, default: int = 0) -> Callable[[Op], Labels | None]:
+    """A slice leaves the dims that it does not cut."""
+
+    def labels(op: Op) -> Labels | None:
+        rank = op.outputs[0].dim()  # type: ignore[union-attr]
+        at = op.arg(dim_arg, default) % rank
+        names = "".join("." if d == at else LETTERS[d] for d in range(rank))
+        return Labels(tuple(names if t.dim() == rank else "." * t.dim() for t in op.inputs), ((names, ""),))
+
+    return labels
+
+
+def _selected(op: Op) -> set[int]:
+    return {op.arg(1) % op.inputs[0].dim()}
+
+
+def _select_gradient(op: Op) -> Labels | None:
+    rank = op.outputs[0].dim()  # type: ignore[union-attr]
+    at = op.arg(2) % rank
+    names = "".join("." if d == at else LETTERS[d] for d in range(rank))
+    return Labels((names.replace(".", ""),), ((names, ""),))
+
+
+def _expanded(op: Op) -> Labels | None:
+    x, y = op.inputs[0], op.outputs[0]
+    assert y is not None
+    offset = y.dim() - x.dim()
+    names = "".join(
+        LETTERS[d] if d >= offset and x.shape[d - offset] == y.shape[d] and y.shape[d] > 1 else "." for d in range(y.dim())
+    )
+    return Labels((names[offset:],), ((names, ""),))
+
+
+def _gathered(op: Op) -> Labels | None:
+    """gather, scatter and their like: dims other than the indexed one split where every tensor has that size."""
+    x = op.inputs[0]
+    at = op.arg(1) % max(x.dim(), 1)
+    names = "".join(
+        LETTERS[d] if d != at and all(t.dim() == x.dim() and t.shape[d] == x.shape[d] for t in op.inputs) else "."
+        for d in range(x.dim())
+    )
+    return Labels((names,) * len(op.inputs), ((names, ""),))
+
+
+def _index_selected(op: Op) -> Labels | None:
+    x = op.inputs[0]
+    at = op.arg(1) % x.dim()
+    names = "".join("." if d == at else LETTERS[d] for d in range(x.dim()))
+    return Labels((names, "I"), ((names[:at] + "I" + names[at + 1 :], ""),))
+
+
+def _indexed(op: Op) -> Labels | None:
+    """x[..., i, :]: dims before and after one run of indexed dims split, and so do the index's own dims."""
+    x = op.inputs[0]
+    indices = op.arg(1)
+    where = [d for d, index in enumerate(indices) if index is not None]
+    if where != list(range(where[0], where[-1] + 1)) or any(op.inputs[i + 1].dtype == torch.bool for i in range(len(where))):
+        return None
+    rank = max(op.inputs[i + 1].dim() for i in range(len(where)))
+    shape = torch.broadcast_shapes(*(op.inputs[i + 1].shape for i in range(len(where))))
+    lead, names = LETTERS[: where[0]], LETTERS[26 : 26 + rank]
+    tail = LETTERS[where[-1] + 1 : x.dim()]
+
+    def own(t: torch.Tensor) -> str:
+        offset = rank - t.dim()
+        return "".join(names[offset + d] if t.shape[d] == shape[offset + d] else "." for d in range(t.dim()))
+
+    return Labels(
+        (lead + "." * len(where) + tail, *(own(t) for t in op.inputs[1:])),
+        ((lead + names + tail, ""),),
+    )
+
+
+def _padded(op: Op) -> Labels | None:
+    x, pad = op.inputs[0], op.arg(1)
+    touched = {x.dim() - 1 - i // 2 for i, amount in enumerate(pad) if amount}
+    names = "".join("." if d in touched else LETTERS[d] for d in range(x.dim()))
+    return Labels((names,), ((names, ""),))
+
+
+def _created(op: Op) -> Labels | None:
+    """A tensor of one value: any dim of the output splits; what it is like does not matter to the values."""
+    y = op.outputs[0]
+    assert y is not None
+    names = LETTERS[: y.dim()]
+    return Labels(tuple(names if t.shape == y.shape else "." * t.dim() for t in op.inputs), ((names, ""),))
+
+
+def _first_argument(value: int) -> Callable[[list[Any], tuple[tuple[int, ...] | None, ...]], list[Any]]:
+    """A rewrite that puts the local batch size at argument `value`."""
+
+    def localize(args: list[Any], shapes: tuple[tuple[int, ...] | None, ...]) -> list[Any]:
+        shape = next(s for s in shapes if s is not None)
+        args[value] = shape[0]
+        return args
+
+    return localize
+
+
+_VIEW = Rule(spread=_view, linear=_together(0), sizes={1: 0})
+
+TABLE: dict[Any, Rule] = {
+    # reshapes and dims
+    aten.view.default: _VIEW,
+    aten._unsafe_view.default: _VIEW,
+    aten.reshape.default: _VIEW,
+    aten.t.default: Rule(_permuted(lambda op: list(range(op.inputs[0].dim()))[::-1]), linear=_together(0)),
+    aten.transpose.int: Rule(_permuted(_swap), linear=_together(0)),
+    aten.permute.default: Rule(
+        _permuted(lambda op: [d % op.inputs[0].dim() for d in op.arg(1)]), linear=_together(0)
+    ),
+    aten.squeeze.default: Rule(_without(_squeezed), linear=_together(0)),
+    aten.squeeze.dim: Rule(_without(_squeezed), linear=_together(0)),
+    aten.squeeze.dims: Rule(_without(_squeezed), linear=_together(0)),
+    aten.unsqueeze.default: Rule(_unsqueezed, linear=_together(0)),
+    aten.expand.default: Rule(_expanded, linear=_together(0), sizes={1: 0}),
+    aten.select.int: Rule(_without(_selected), linear=_together(0)),
+    aten.slice.Tensor: Rule(_sliced(1), linear=_together(0)),
+    aten.split.Tensor: Rule(_along(2, default=0), linear=_together(0)),
+    aten.split_with_sizes.default: Rule(_along(2, default=0), linear=_together(0)),
+    aten.chunk.default: Rule(_along(2, default=0), linear=_together(0)),
+    aten.unbind.int: Rule(_without(lambda op: {op.arg(1, 0) % op.inputs[0].dim()}), linear=_together(0)),
+    aten.cat.default: Rule(_joined, linear=_all),
+    aten.stack.default: Rule(_stacked, linear=_all),
+    aten.flip.default: Rule(_along(1), linear=_together(0)),
+    aten.roll.default: Rule(_along(2), linear=_together(0)),
+    aten.constant_pad_nd.default: Rule(_padded),
+    aten.slice_backward.default: Rule(_sliced(2), linear=_together(0), sizes={1: 0}),
+    aten.select_backward.default: Rule(_select_gradient, linear=_together(0), sizes={1: 0}),
+    aten.slice_scatter.default: Rule(_sliced(2), linear=_all),
+    aten.diagonal.default: Rule(),
+    aten.clone.default: Rule(broadcast, linear=_together(0)),
+    aten.alias.default: Rule(broadcast, linear=_together(0)),
+    aten.detach.default: Rule(broadcast, linear=_together(0)),
+    aten.contiguous.default: Rule(broadcast, linear=_together(0)),
+    aten._to_copy.default: Rule(broadcast, linear=_together(0)),
+    # made from nothing
+    aten.full.default: Rule(_created, sizes={0: 0}),
+    aten.zeros.default: Rule(_created, sizes={0: 0}),
+    aten.ones.default: Rule(_created, sizes={0: 0}),
+    aten.empty.memory_format: Rule(_created, sizes={0: 0}),
+    aten.new_zeros.default: Rule(_created, sizes={1: 0}),
+    aten.new_ones.default: Rule(_created, sizes={1: 0}),
+    aten.new_full.default: Rule(_created, sizes={1: 0}),
+    aten.new_empty.default: Rule(_created, sizes={1: 0}),
+    aten.full_like.default: Rule(_created),
+    aten.zeros_like.default: Rule(_created),
+    aten.ones_like.default: Rule(_created),
+    aten.empty_like.default: Rule(_created),
+    # linear arithmetic, through which partial sums flow
+    aten.add.Tensor: Rule(broadcast, linear=lambda op: _all(op) if len(op.inputs) == 2 else ()),
+    aten.sub.Tensor: Rule(broadcast, linear=lambda op: _all(op) if len(op.inputs) == 2 else ()),
+    aten.neg.default: Rule(broadcast, linear=_together(0)),
+    aten.mul.Tensor: Rule(broadcast, linear=_each(0, 1)),
+    aten.mul.Scalar: Rule(broadcast, linear=_each(0)),
+    aten.div.Tensor: Rule(broadcast, linear=_each(0)),
+    aten.div.Scalar: Rule(broadcast, linear=_each(0)),
+    aten.where.self: Rule(broadcast, linear=_together(1, 2)),
+    # matrix products
+    aten.mm.default: Rule(_fixed("mk, kn -> mn/k")),
+    aten.bmm.default: Rule(_fixed("bmk, bkn -> bmn/k")),
+    aten.addmm.default: Rule(
+        lambda op: parse(f"{'n' if op.inputs[0].dim() == 1 and op.inputs[0].shape[0] > 1 else _dots(op.inputs[0])}, m., .n -> mn")
+    ),
+    aten.baddbmm.default: Rule(
+        lambda op: Labels(
+            ("bmn" if op.inputs[0].shape == op.outputs[0].shape else _dots(op.inputs[0]), "bm.", "b.n"),  # type: ignore[union-attr]
+            (("bmn" if op.inputs[0].shape == op.outputs[0].shape else "b..", ""),),  # type: ignore[union-attr]
+        )
+    ),
+    aten.dot.default: Rule(_fixed("k, k -> /k")),
+    aten.mv.default: Rule(_fixed("mk, k -> m/k")),
+    # reductions
+    aten.sum.default: Rule(_reduction(None, None, sums=True), linear=_together(0)),
+    aten.sum.dim_IntList: Rule(_reduction(1, 2, sums=True), linear=_together(0)),
+    aten.amax.default: Rule(_reduction(1, 2, sums=False)),
+    aten.amin.default: Rule(_reduction(1, 2, sums=False)),
+    aten.max.dim: Rule(_reduction(1, 2, sums=False)),
+    aten.min.dim: Rule(_reduction(1, 2, sums=False)),
+    aten.argmax.default: Rule(_reduction(1, 2, sums=False)),
+    aten.argmin.default: Rule(_reduction(1, 2, sums=False)),
+    aten.any.dim: Rule(_reduction(1, 2, sums=False)),
+    aten.all.dim: Rule(_reduction(1, 2, sums=False)),
+    aten.prod.dim_int: Rule(_reduction(1, 2, sums=False)),
+    aten.logsumexp.default: Rule(_reduction(1, 2, sums=False)),
+    # along one dim
+    aten._softmax.default: Rule(_along(1)),
+    aten._log_softmax.default: Rule(_along(1)),
+    aten._softmax_backward_data.default: Rule(_along(2)),
+    aten._log_softmax_backward_data.default: Rule(_along(2)),
+    aten.cumsum.default: Rule(_along(1), linear=_together(0)),
+    aten.cumprod.default: Rule(_along(1)),
+    aten.logcumsumexp.default: Rule(_along(1)),
+    aten.sort.default: Rule(_along(1)),
+    aten.sort.stable: Rule(_along(2)),
+    aten.argsort.default: Rule(_along(1)),
+    aten.topk.default: Rule(_along(2)),
+    aten.tril.default: Rule(_along(None, default=[-1, -2]), linear=_together(0)),  # type: ignore[arg-type]
+    aten.triu.default: Rule(_along(None, default=[-1, -2]), linear=_together(0)),  # type: ignore[arg-type]
+    # indexing
+    aten.embedding.default: Rule(_embedding),
+    aten.embedding_dense_backward.default: Rule(_embedding_gradient),
+    aten.gather.default: Rule(_gathered),
+    aten.scatter.src: Rule(_gathered),
+    aten.scatter.value: Rule(_gathered),
+    aten.scatter_add.default: Rule(_gathered),
+    aten.index_select.default: Rule(_index_selected),
+    aten.index.Tensor: Rule(_indexed),
+    # norms
+    aten.native_layer_norm.default: Rule(_layer_norm),
+    aten.native_layer_norm_backward.default: Rule(_layer_norm_gradient),
+    aten._fused_rms_norm.default: Rule(_layer_norm),
+    aten._fused_rms_norm_backward.default: Rule(_layer_norm_gradient),
+    aten.native_group_norm.default: Rule(_group_norm, localize=_first_argument(3)),
+    aten.native_group_norm_backward.default: Rule(_group_norm_gradient, localize=_first_argument(5)),
+    # convolution, pooling, resampling
+    aten.convolution.default: Rule(_convolution),
+    aten.convolution_backward.default: Rule(_convolution_gradient),
+    aten.max_pool2d_with_indices.default: Rule(batchwise(2)),
+    aten.max_pool2d_with_indices_backward.default: Rule(batchwise(2)),
+    aten.avg_pool2d.default: Rule(batchwise(2)),
+    aten.avg_pool2d_backward.default: Rule(batchwise(2)),
+    aten._adaptive_avg_pool2d.default: Rule(batchwise(2)),
+    aten._adaptive_avg_pool2d_backward.default: Rule(batchwise(2)),
+    aten.adaptive_max_pool2d.default: Rule(batchwise(2)),
+    aten.adaptive_max_pool2d_backward.default: Rule(batchwise(2)),
+    aten.upsample_bilinear2d.default: Rule(batchwise(2)),
+    aten.upsample_bilinear2d_backward.default: Rule(batchwise(2), sizes={2: 0}),
+    aten.upsample_nearest2d.default: Rule(batchwise(2)),
+    aten.upsample_nearest2d_backward.default: Rule(batchwise(2), sizes={2: 0}),
+    aten.upsample_bicubic2d.default: Rule(batchwise(2)),
+    aten.upsample_bicubic2d_backward.default: Rule(batchwise(2), sizes={2: 0}),
+    aten.reflection_pad2d.default: Rule(batchwise(2)),
+    aten.reflection_pad2d_backward.default: Rule(batchwise(2)),
+    # attention
+    aten._scaled_dot_product_flash_attention_for_cpu.default: Rule(_attention),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: Rule(_attention_gradient),
+    aten._scaled_dot_product_efficient_attention.default: Rule(_attention),
+    aten._scaled_dot_product_efficient_attention_backward.default: Rule(_attention_gradient),
+    aten._scaled_dot_product_flash_attention.default: Rule(_attention),
+    aten._scaled_dot_product_flash_attention_backward.default: Rule(_attention_gradient),
+    aten._scaled_dot_product_cudnn_attention.default: Rule(_attention),
+    aten._scaled_dot_product_cudnn_attention_backward.default: Rule(_attention_gradient),
+    # not tagged pointwise by torch, but they are
+    aten.gelu_backward.default: POINTWISE,
+    aten.threshold_backward.default: POINTWISE,
+    aten.silu_backward.default: POINTWISE,
+    aten.hardswish_backward.default: POINTWISE,
+    aten.hardsigmoid_backward.default: POINTWISE,
+    aten.hardtanh_backward.default: POINTWISE,
+    aten.tanh_backward.default: POINTWISE,
+    aten.sigmoid_backward.default: POINTWISE,
+    aten.elu_backward.default: POINTWISE,
+    aten.leaky_relu_backward.default: POINTWISE,
+    aten.softplus_backward.default: POINTWISE,
+    aten.masked_fill.Scalar: Rule(broadcast),
+    aten.masked_fill.Tensor: Rule(broadcast),
+    aten.lerp.Scalar: Rule(broadcast),
+}
+
+
+# Views that cost nothing to make again, so that what they view need not be kept for them.
+CHEAP_VIEWS = frozenset(
+    {
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.reshape.default,
+        aten.t.default,
+        aten.transpose.int,
+        aten.permute.default,
+        aten.squeeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.unsqueeze.default,
+        aten.expand.default,
+        aten.select.int,
+        aten.slice.Tensor,
+    }
+)

@@ -1,0 +1,166 @@
+"""The process group, the device mesh and this rank's place in it."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from autoshard import compat
+from autoshard.collectives import Axis
+from autoshard.errors import DivergenceError, PlanError
+from autoshard.plan import Mesh, Plan
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Where a program runs.
+
+    Args:
+        mesh: resolved.
+        device: this rank's device.
+        device_mesh: the mesh axes of more than one rank (or the data axis alone), for DTensors.
+        axes: the same axes as the passes see them.
+        coordinates: per axis, this rank's coordinate, int64 (1,) on `device`.
+        control: a CPU group of all ranks for small messages that must not wait for the device.
+    """
+
+    mesh: Mesh
+    device: torch.device
+    device_mesh: DeviceMesh
+    axes: tuple[Axis, ...]
+    coordinates: tuple[torch.Tensor, ...]
+    control: dist.ProcessGroup | None
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank()
+
+    @property
+    def data_ranks(self) -> int:
+        return self.mesh.axis("data")
+
+    @property
+    def data_coordinate(self) -> int:
+        return self.mesh.coordinates(self.rank)["data"]
+
+    def agree(self, text: str) -> None:
+        """Every rank calls this with the same text, or every rank gets an error that names who differs.
+
+        Raises:
+            DivergenceError: the texts differ.
+        """
+        if dist.get_world_size() == 1:
+            return
+        digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+        found = torch.empty(dist.get_world_size(), dtype=torch.int64)
+        compat.all_gather(found, torch.tensor([digest]), self.control)
+        if (found == found[0]).all():
+            return
+        texts: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(texts, text, group=self.control)
+        odd = next(rank for rank, other in enumerate(texts) if other != texts[0])
+        ours, theirs = _difference(texts[0], texts[odd])
+        raise DivergenceError(
+            f"ranks disagree: rank 0 has {ours}; rank {odd} has {theirs}. "
+            "Every rank must make the same calls with the same plan, model and batch structure"
+        )
+
+
+def pick_device(plan: Plan) -> torch.device:
+    """The plan's device, else CUDA where there is one, on this process's local rank."""
+    kind = plan.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind == "cuda":
+        if not torch.cuda.is_available():
+            raise PlanError("Plan.device is 'cuda' but torch sees no CUDA device; valid here: 'cpu' or None")
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        return device
+    return torch.device(kind)
+
+
+def ensure_process_group(device: torch.device) -> None:
+    """An existing process group, else torchrun's environment, else a world of one."""
+    if dist.is_initialized():
+        return
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        store = dist.FileStore(os.path.join(tempfile.mkdtemp(prefix="autoshard-"), "store"), 1)
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+
+
+def _difference(a: str, b: str) -> tuple[str, str]:
+    """The first differing lines of two texts."""
+    left, right = a.splitlines(), b.splitlines()
+    for one, other in itertools.zip_longest(left, right, fillvalue="nothing"):
+        if one != other:
+            return one[:400], other[:400]
+    return a[:400], b[:400]
+
+
+_device_meshes: dict[tuple[object, ...], DeviceMesh] = {}
+_control_groups: dict[int, dist.ProcessGroup] = {}
+
+
+def start(plan: Plan) -> Runtime:
+    """The runtime of a plan.
+
+    Raises:
+        PlanError: the mesh does not fit the world.
+    """
+    device = pick_device(plan)
+    ensure_process_group(device)
+    mesh = plan.mesh.resolve(dist.get_world_size())
+    used = [(name, size) for name, size in mesh.axes if size > 1] or [("data", 1)]
+    key = (device.type, tuple(used), id(dist.group.WORLD))
+    if key not in _device_meshes:  # groups are made once: two plans in one process share them
+        _device_meshes[key] = init_device_mesh(
+            device.type, tuple(size for _, size in used), mesh_dim_names=tuple(name for name, _ in used)
+        )
+    device_mesh = _device_meshes[key]
+    shape = "x".join(f"{name}{size}" for name, size in used)
+    axes = []
+    for name, size in used:
+        if size == 1:
+            continue
+        group = f"autoshard:{device.type}:{shape}:{name}"
+        compat.register_group(group, device_mesh.get_group(name))
+        axes.append(Axis(name, size, group, emulate_reduce_scatter=device.type == "cpu"))
+    where = mesh.coordinates(dist.get_rank())
+    coordinates = tuple(torch.tensor([where[axis.name]], device=device) for axis in axes)
+    return Runtime(mesh, device, device_mesh, tuple(axes), coordinates, _control_group(device))
+
+
+def _control_group(device: torch.device) -> dist.ProcessGroup | None:
+    if device.type == "cpu":
+        return None
+    world = id(dist.group.WORLD)
+    if world not in _control_groups:
+        _control_groups[world] = dist.new_group(backend="gloo")
+    return _control_groups[world]
+
+
+@contextmanager
+def one_rank_per_machine_first(runtime: Runtime) -> Iterator[None]:
+    """What runs within is run by local rank 0 of every machine, then by the others, who find its caches filled."""
+    local = int(os.environ.get("LOCAL_RANK", str(runtime.rank)))
+    wait = runtime.device.type == "cpu" and dist.get_world_size() > 1  # CUDA caches are per device
+    if wait and local != 0:
+        dist.barrier()
+    try:
+        yield
+    finally:
+        if wait and local == 0:
+            dist.barrier()
+    if wait:
+        dist.barrier()

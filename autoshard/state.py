@@ -1,0 +1,228 @@
+"""The sharded state of a run: parameters, buffers, optimizer slots, step counter, random key.
+
+Every tensor is held as this rank's padded local shard, of the same shape on every rank; what users see are
+DTensors that are views of the part without padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Replicate as DReplicate
+
+from autoshard import collectives
+from autoshard.collectives import Axis
+from autoshard.compat import pytree
+from autoshard.errors import StateError
+from autoshard.placement import Shard, shard_bounds, to_dtensor
+from autoshard.program import Placements
+
+Key = tuple[str, ...]  # ("params", name) | ("buffers", name) | ("optimizer", name, slot) | ("step",) | ("rng",)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one tensor of the state lies at rest.
+
+    Args:
+        shape: global, in elements.
+        dtype: element type.
+        placements: one per mesh axis in use.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    placements: Placements
+
+    def local_shape(self, axes: tuple[Axis, ...]) -> tuple[int, ...]:
+        """What every rank holds, padding counted."""
+        shape = self.shape
+        for placement, axis in zip(self.placements, axes, strict=True):
+            shape = collectives.local_shape(shape, placement, axis.ranks)
+        return shape
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """The layout of every tensor of a state, where it lies, the other names of tied parameters, and the
+    values that optimizer slots start from."""
+
+    layouts: Mapping[Key, Layout]
+    axes: tuple[Axis, ...]
+    device_mesh: DeviceMesh
+    coordinates: Mapping[str, int]
+    aliases: Mapping[str, str]
+    fills: Mapping[Key, float]
+
+    def shard(self, key: Key, whole: Tensor) -> Tensor:
+        """This rank's padded shard of a whole tensor, in memory of its own, zeros as padding."""
+        layout = self.layouts[key]
+        local = torch.zeros(layout.local_shape(self.axes), dtype=layout.dtype, device=whole.device)
+        part = whole
+        for placement, axis in zip(layout.placements, self.axes, strict=True):
+            if isinstance(placement, Shard):
+                size = part.shape[placement.dim]
+                start, end = shard_bounds(size, axis.ranks, self.coordinates[axis.name])
+                part = part.narrow(placement.dim, start, end - start)
+        self.valid(key, local).copy_(part)
+        return local
+
+    def valid(self, key: Key, local: Tensor) -> Tensor:
+        """The view of a padded local shard that is not padding."""
+        return self._valid(self.layouts[key], local)
+
+    def _valid(self, layout: Layout, local: Tensor) -> Tensor:
+        for placement, axis in zip(layout.placements, self.axes, strict=True):
+            if isinstance(placement, Shard):
+                size = layout.shape[placement.dim]
+                start, end = shard_bounds(size, axis.ranks, self.coordinates[axis.name])
+                local = local.narrow(placement.dim, 0, end - start)
+        return local
+
+    def dtensor(self, key: Key, local: Tensor) -> DTensor:
+        return self.as_dtensor(self.layouts[key], local)
+
+    def as_dtensor(self, layout: Layout, local: Tensor) -> DTensor:
+        """A padded local shard of `layout` as a DTensor that shares its memory."""
+        placements = [to_dtensor(p) for p in layout.placements] or [DReplicate()]
+        stride = torch.empty(layout.shape, device="meta").stride()
+        return DTensor.from_local(
+            self._valid(layout, local),
+            self.device_mesh,
+            placements,
+            run_check=False,
+            shape=torch.Size(layout.shape),
+            stride=stride,
+        )
+
+
+class _Section(Mapping[str, Any]):
+    """A part of a state as a mapping from names to DTensors, made when asked for."""
+
+    def __init__(self, state: State, prefix: Key) -> None:
+        self._state = state
+        self._prefix = prefix
+        depth = len(prefix)
+        keys = (key for key in state.layout.layouts if key[:depth] == prefix and len(key) > depth)
+        self._names = list(dict.fromkeys(key[depth] for key in keys))
+
+    def __getitem__(self, name: str) -> Any:
+        if self._prefix == ("params",):
+            name = self._state.layout.aliases.get(name, name)
+        key = (*self._prefix, name)
+        if key in self._state.layout.layouts:
+            return self._state.layout.dtensor(key, self._state.local(key))
+        if name in self._names:
+            return _Section(self._state, key)
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} entries: {', '.join(self._names[:4])}{', ...' if len(self) > 4 else ''}>"
+
+
+class State:
+    """An immutable pytree of a run's tensors. A step donates it: the old one then raises when it is used."""
+
+    scaler = None
+
+    def __init__(self, layout: StateLayout, tensors: Mapping[Key, Tensor]) -> None:
+        self.layout = layout
+        self._tensors: dict[Key, Tensor] | None = dict(tensors)
+
+    def local(self, key: Key) -> Tensor:
+        """This rank's padded local shard.
+
+        Raises:
+            StateError: the state was donated.
+        """
+        return self._alive()[key]
+
+    def _alive(self) -> dict[Key, Tensor]:
+        if self._tensors is None:
+            raise StateError(
+                "this state was donated to a step and its memory is in use by the state that the step returned; "
+                "write `state, metrics = step(state, batch)`"
+            )
+        return self._tensors
+
+    def donate(self, changed: Mapping[Key, Tensor]) -> State:
+        """A state with this one's tensors, `changed` replaced; this one is spent."""
+        tensors = self._alive()
+        tensors.update(changed)
+        self._tensors = None
+        return State(self.layout, tensors)
+
+    @property
+    def params(self) -> Mapping[str, DTensor]:
+        """Parameters by the model's own names; a tied weight under its first, the others resolve to it."""
+        self._alive()
+        return _Section(self, ("params",))
+
+    @property
+    def buffers(self) -> Mapping[str, DTensor]:
+        self._alive()
+        return _Section(self, ("buffers",))
+
+    @property
+    def optimizer(self) -> Mapping[str, Mapping[str, DTensor]]:
+        """Per parameter, its optimizer slots by torch's own names."""
+        self._alive()
+        return _Section(self, ("optimizer",))
+
+    @property
+    def step(self) -> Tensor:
+        """Updates made so far, int64 of shape ()."""
+        return self.local(("step",))
+
+    @property
+    def rng(self) -> Tensor:
+        """The random key, int64 (2,): seed, and micro-batches drawn so far."""
+        return self.local(("rng",))
+
+    def full(self, name: str) -> Tensor:
+        """The whole value of a parameter or buffer on every rank. A collective call.
+
+        Raises:
+            KeyError: there is no such parameter or buffer.
+        """
+        section = self.params if name in self.params or name in self.layout.aliases else self.buffers
+        if name not in section and name not in self.layout.aliases:
+            import difflib
+
+            known = [*self.params, *self.buffers]
+            near = difflib.get_close_matches(name, known, n=1)
+            raise KeyError(f"no parameter or buffer {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+        whole = section[name].full_tensor()
+        return whole.clone() if dist.get_world_size() == 1 else whole
+
+    def __repr__(self) -> str:
+        if self._tensors is None:
+            return "State(donated)"
+        nbytes = sum(t.numel() * t.element_size() for t in self._tensors.values())
+        return f"State({len(self.params)} parameters, {len(self.buffers)} buffers, {nbytes:,} bytes on this rank)"
+
+
+def _flatten(state: State) -> tuple[list[Tensor], tuple[StateLayout, tuple[Key, ...]]]:
+    tensors = state._alive()
+    return list(tensors.values()), (state.layout, tuple(tensors))
+
+
+def _unflatten(leaves: Any, context: tuple[StateLayout, tuple[Key, ...]]) -> State:
+    layout, keys = context
+    return State(layout, dict(zip(keys, leaves, strict=True)))
+
+
+pytree.register_pytree_node(State, _flatten, _unflatten)

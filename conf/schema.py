@@ -1,0 +1,175 @@
+"""The types of the configuration, the refusal of unknown keys, and the way from it to a `Plan`.
+
+Separate from `autoshard.Plan` on purpose: a plan is checked and frozen, this is what YAML and a command line can say.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from hydra.utils import get_object
+from omegaconf import MISSING, DictConfig, OmegaConf
+
+from autoshard.errors import AutoshardError
+from autoshard.plan import Mesh, Plan, Zero
+
+_HYDRA_KEYS = {"_target_", "_partial_", "_args_", "_convert_", "_recursive_"}
+
+
+class ConfigError(AutoshardError):
+    """A key or value of the configuration cannot work; the message names the nearest valid one."""
+
+
+@dataclass
+class PlanConf:
+    """`autoshard.Plan`, with ZeRO's knobs beside its stage."""
+
+    zero: int = 3
+    persistence_threshold: int = 0
+    precision: str = "model"
+    recompute: str = "none"
+    accumulate: int = 1
+    clip_norm: float | None = None
+    backend: str = "inductor"
+    device: str | None = None
+    max_compiles: int = 8
+    seed: int = 0
+
+
+@dataclass
+class MeshConf:
+    """`autoshard.Mesh`."""
+
+    data: int = -1
+    tensor: int = 1
+    pipeline: int = 1
+
+
+@dataclass
+class Config:
+    """The whole configuration.
+
+    Args:
+        plan, mesh: how the model is trained; `plan.seed` is also that of the model's weights and the data's order.
+        model, data, optimizer, schedule: `_target_` names a callable, the other keys are its arguments.
+            data returns `autoshard.datasets.Splits`; schedule may be null.
+        loss: import path of `loss(model, batch)`; null if the model returns its loss.
+        global_batch: samples per optimizer step over all ranks.
+        steps: optimizer steps in all.
+        log_every: steps between two readings of the loss, each of which waits for the device.
+        evaluate_every: steps between two evaluations on held-out samples; 0 only at the end.
+        evaluate_samples: held-out samples of those; at the end all are used.
+        save_every: steps between two checkpoints; 0 only at the end, and when interrupted.
+        keep: number of checkpoints to keep.
+        sample_prompt, sample_bytes, temperature: of the text generated at the end, where the data is text.
+        output: folder for all results; null makes one under outputs/ named by date and time.
+        resume: an output folder or a checkpoint in one, to go on from. Its configuration is used, and what the
+            command line says besides.
+    """
+
+    plan: PlanConf = field(default_factory=PlanConf)
+    mesh: MeshConf = field(default_factory=MeshConf)
+    model: dict[str, Any] = MISSING
+    data: dict[str, Any] = MISSING
+    optimizer: dict[str, Any] = MISSING
+    schedule: dict[str, Any] | None = None
+    loss: str | None = "autoshard.tasks.next_token"
+    global_batch: int = 16
+    steps: int = 500
+    log_every: int = 10
+    evaluate_every: int = 100
+    evaluate_samples: int = 256
+    save_every: int = 0
+    keep: int = 2
+    sample_prompt: str = "def "
+    sample_bytes: int = 300
+    temperature: float = 0.7
+    output: str | None = None
+    resume: str | None = None
+
+
+def register() -> None:
+    """Makes the types and the resolver known to Hydra; again does no harm."""
+    ConfigStore.instance().store(name="schema", node=Config)
+    OmegaConf.register_new_resolver("autoshard.share", lambda share, total: int(share * total), replace=True)
+
+
+def check(config: DictConfig) -> None:
+    """Refuses every key that nothing would read.
+
+    Raises:
+        ConfigError: with the nearest valid key.
+    """
+    _check_known("", config, [f.name for f in fields(Config)])
+    _check_known("plan.", config.plan, [f.name for f in fields(PlanConf)])
+    _check_known("mesh.", config.mesh, [f.name for f in fields(MeshConf)])
+    for name in ("model", "data", "optimizer", "schedule"):
+        if config[name] is not None:
+            _check_target(name, config[name])
+    for name, least in (("global_batch", 1), ("steps", 1), ("log_every", 1), ("keep", 1), ("evaluate_samples", 1)):
+        if config[name] < least:
+            raise ConfigError(f"{name} is {config[name]}; valid: an integer >= {least}")
+    for name in ("evaluate_every", "save_every", "sample_bytes", "temperature"):
+        if config[name] < 0:
+            raise ConfigError(f"{name} is {config[name]}; valid: 0 or more")
+
+
+def plan_of(config: DictConfig) -> Plan:
+    """
+    Raises:
+        PlanError: a value is not valid.
+    """
+    values: dict[str, Any] = dict(OmegaConf.to_container(config.plan, resolve=True))  # type: ignore[arg-type]
+    zero = Zero(stage=values.pop("zero"), persistence_threshold=values.pop("persistence_threshold"))
+    mesh = Mesh(**OmegaConf.to_container(config.mesh, resolve=True))  # type: ignore[arg-type]
+    return Plan(mesh=mesh, zero=zero, **values)
+
+
+def unknown(key: str, valid: Iterable[str], prefix: str = "") -> str:
+    """What to say about a key that does not exist."""
+    names = sorted(valid)
+    near = difflib.get_close_matches(key, names, n=1, cutoff=0.0)
+    hint = f"did you mean {prefix}{near[0]}? " if near else ""
+    return f"{prefix}{key} does not exist; {hint}valid: {', '.join(prefix + name for name in names)}"
+
+
+def _check_known(prefix: str, node: DictConfig, valid: list[str]) -> None:
+    for key in node:
+        if key not in valid:
+            raise ConfigError(unknown(str(key), valid, prefix))
+
+
+def _check_target(path: str, node: DictConfig) -> None:
+    if "_target_" not in node:
+        raise ConfigError(f"{path} has no _target_; valid: {path}._target_=package.callable, or a group {path}=NAME")
+    try:
+        target = get_object(node._target_)
+    except Exception as error:
+        raise ConfigError(
+            f"{path}._target_ is {node._target_!r}, which cannot be imported ({error}); correct it or install its package"
+        ) from error
+    accepted = _arguments(target)
+    for key in node:
+        if accepted is not None and key not in _HYDRA_KEYS and key not in accepted:
+            raise ConfigError(unknown(str(key), accepted, f"{path}."))
+    for name, child in _targets(node):
+        _check_target(f"{path}.{name}", child)
+
+
+def _targets(node: DictConfig) -> Iterator[tuple[str, DictConfig]]:
+    for key in node:
+        if OmegaConf.is_dict(node[key]) and "_target_" in node[key]:
+            yield str(key), node[key]
+
+
+def _arguments(target: Any) -> set[str] | None:
+    """Names that a callable takes; None: any. An optimizer's first argument is given by autoshard."""
+    parameters = inspect.signature(target).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    return {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)} - {"params"}

@@ -1,0 +1,1 @@
+"""The rewrites, one a file, each a pure function from Program to Program."""

@@ -1,0 +1,216 @@
+"""Rewrite what has no sharding rule into ops that have one; drop what computes nothing.
+
+Before: a functional graph at global shapes, any aten ops.
+After: batch norm is sums, losses are gathers and sums, means are sums over counts, every random draw is
+``autoshard::uniform``; no detach, alias, or view to the same shape is left.
+
+    native_batch_norm(x, w, b, ...)        ->  sum(x) / n, sum((x - mean) ** 2) / n, then pointwise
+    nll_loss_forward(logp, y)              ->  gather(logp, 1, y), sum, div
+    bernoulli(x, 0.9)                      ->  uniform(key, call, shape) < 0.9
+    detach(x); view(x, x.shape)            ->  x
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autoshard import compat, randomness
+from autoshard.errors import CaptureError
+from autoshard.manager import PassContext
+from autoshard.program import Graph, Kind, Program, tag
+from autoshard.retrace import clean, retrace
+
+aten = torch.ops.aten
+
+_DROPPED = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default}
+_SAME_SHAPE = {aten.view.default, aten.expand.default, aten._unsafe_view.default, aten.reshape.default}
+
+# Losses and statistics that torch itself can write with gather, sum and pointwise ops.
+_BY_TORCH = [
+    aten.nll_loss_forward,
+    aten.nll_loss_backward,
+    aten.nll_loss2d_forward,
+    aten.nll_loss2d_backward,
+    aten.mse_loss,
+    aten.mse_loss_backward,
+    aten.smooth_l1_loss,
+    aten.smooth_l1_loss_backward,
+    aten.huber_loss,
+    aten.huber_loss_backward,
+    aten.binary_cross_entropy,
+    aten.binary_cross_entropy_backward,
+    aten.binary_cross_entropy_with_logits,
+    aten.soft_margin_loss,
+    aten.soft_margin_loss_backward,
+    aten.var,
+    aten.std,
+    aten.var_mean,
+    aten.std_mean,
+    aten.linalg_vector_norm,
+    aten.norm,
+    aten.addcmul,
+    aten.addcdiv,
+    aten.repeat,
+    aten.select_scatter,
+    aten.trace,
+]
+
+
+def canonicalize(program: Program, context: PassContext) -> Program:
+    for name, graph in program.graphs.items():
+        program = program.with_graph(name, _canonical(graph, context))
+    return program
+
+
+def _canonical(graph: Graph, context: PassContext) -> Graph:
+    table = compat.torch_decompositions(_BY_TORCH)
+    table.update(_OWN)
+    graph = _retrace_with_key(graph, table)
+    module = graph.module
+    for node in list(module.graph.nodes):
+        if node.op == "call_function" and _is_nothing(node):
+            node.replace_all_uses_with(node.args[0])
+            module.graph.erase_node(node)
+    for node in module.graph.nodes:
+        target = node.target
+        if isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags:
+            if target.namespace != "autoshard":
+                raise CaptureError(
+                    f"{tag(node).module or 'the loss'} draws random numbers with {target}, for which there is no "
+                    "counter-based form; use torch.rand*, torch.randn*, torch.bernoulli or dropout"
+                )
+    clean(module)
+    return Graph(module, graph.signature)
+
+
+def _retrace_with_key(graph: Graph, table: dict[Any, Callable[..., Any]]) -> Graph:
+    """Retrace with random ops written as functions of the key, which is an input of the graph."""
+    position = next(i for i, _ in graph.signature.find_inputs(Kind.RNG))
+    keys: list[Tensor] = []  # the traced key, which exists only once tracing runs
+    table = table | randomness.decompositions(lambda: keys[-1])
+    return retrace(graph, table, on_inputs=lambda args: keys.append(args[position]))
+
+
+def _is_nothing(node: fx.Node) -> bool:
+    if node.target in _DROPPED:
+        return True
+    source = node.args[0] if node.args else None
+    if not isinstance(source, fx.Node):
+        return False
+    before, after = source.meta.get("val"), node.meta.get("val")
+    if not isinstance(before, Tensor) or not isinstance(after, Tensor):
+        return False
+    if node.target in _SAME_SHAPE or node.target is aten.slice.Tensor:
+        return before.shape == after.shape
+    if node.target is aten._to_copy.default:
+        same = before.dtype == after.dtype and before.device == after.device
+        return same and node.kwargs.get("memory_format") in (None, torch.preserve_format)
+    return node.target is aten.clone.default
+
+
+def _mean(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+    return x.sum(dtype=dtype) / x.numel()
+
+
+def _mean_dim(x: Tensor, dim: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    total = x.sum(dim, keepdim, dtype=dtype)
+    return total / (x.numel() // max(total.numel(), 1))
+
+
+def _statistics(x: Tensor) -> tuple[Tensor, Tensor, list[int], int]:
+    """Mean and biased variance over all dims but 1, kept as (1, C, 1, ...)."""
+    dims = [d for d in range(x.dim()) if d != 1]
+    n = x.numel() // x.shape[1]
+    mean = x.sum(dims, keepdim=True) / n
+    return mean, (x - mean).square().sum(dims, keepdim=True) / n, dims, n
+
+
+def _channel(t: Tensor | None, x: Tensor) -> Tensor | None:
+    return None if t is None else t.view(1, -1, *[1] * (x.dim() - 2))
+
+
+def _batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor | None, ...]:
+    """Batch norm (arXiv:1502.03167) over the global batch; also returns the new running statistics."""
+    new_mean, new_var = running_mean, running_var
+    if training or running_mean is None or running_var is None:
+        mean, variance, _, n = _statistics(x)
+        if running_mean is not None and running_var is not None:
+            unbiased = variance.flatten() * (n / max(n - 1, 1))
+            new_mean = running_mean * (1 - momentum) + mean.flatten() * momentum
+            new_var = running_var * (1 - momentum) + unbiased * momentum
+    else:
+        mean, variance = _channel(running_mean, x), _channel(running_var, x)  # type: ignore[assignment]
+    rstd = (variance + eps).rsqrt()
+    out = (x - mean) * rstd
+    if weight is not None:
+        out = out * _channel(weight, x)  # type: ignore[operator]
+    if bias is not None:
+        out = out + _channel(bias, x)  # type: ignore[operator]
+    saved = (mean.flatten(), rstd.flatten()) if training else (x.new_empty((0,)), x.new_empty((0,)))
+    return out, *saved, new_mean, new_var
+
+
+def _batch_norm_without_statistics(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, training: bool, momentum: float, eps: float
+) -> tuple[Tensor | None, ...]:
+    return _batch_norm(x, weight, bias, None, None, True, momentum, eps)[:3]
+
+
+def _batch_norm_gradient(
+    gradient: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    save_mean: Tensor | None,
+    save_rstd: Tensor | None,
+    training: bool,
+    eps: float,
+    wanted: list[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    dims = [d for d in range(x.dim()) if d != 1]
+    n = x.numel() // x.shape[1]
+    if training:
+        mean, rstd = _channel(save_mean, x), _channel(save_rstd, x)
+    else:
+        assert running_var is not None
+        mean, rstd = _channel(running_mean, x), _channel((running_var + eps).rsqrt(), x)
+    assert mean is not None and rstd is not None
+    normal = (x - mean) * rstd
+    # Both sums in one tensor, so that they are reduced by one collective.
+    sums = torch.stack([gradient.sum(dims), (gradient * normal).sum(dims)])
+    scale = rstd if weight is None else rstd * _channel(weight, x)  # type: ignore[operator]
+    if training:
+        shift, slope = _channel(sums[0], x), _channel(sums[1], x)
+        assert shift is not None and slope is not None
+        dx = (gradient - shift / n - normal * (slope / n)) * scale
+    else:
+        dx = gradient * scale
+    return (
+        dx if wanted[0] else None,
+        sums[1].clone() if wanted[1] else None,
+        sums[0].clone() if wanted[2] else None,
+    )
+
+
+_OWN: dict[Any, Callable[..., Any]] = {
+    aten.mean.default: _mean,
+    aten.mean.dim: _mean_dim,
+    aten._native_batch_norm_legit_functional.default: _batch_norm,
+    aten._native_batch_norm_legit.no_stats: _batch_norm_without_statistics,
+    aten.native_batch_norm_backward.default: _batch_norm_gradient,
+}
+

@@ -1,0 +1,167 @@
+"""ZeRO (arXiv:1910.02054): what lies sharded on the data axis, gathered where used, reduced where made.
+
+Before: parameters arrive whole, gradients leave as partial sums.
+After: by stage, parameters arrive sharded and are gathered just before a group of uses and again in backward,
+gradients leave sharded (reduce-scatter) or whole (all-reduce) right after they are made. What is gathered is
+dead after its group of uses.
+
+    w: R                              w: S(0)
+    y = mm(x, w)                      g = redistribute(w, S(0) -> R);  y = mm(x, g)
+    dx = mm(dy, t(w))         ->      h = redistribute(w, S(0) -> R);  dx = mm(dy, t(h))
+    dw: P = mm(t(x), dy)              dw: P = mm(t(x), dy)
+    return dw                         return redistribute(dw, P -> S(0))
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from autoshard.manager import PassContext
+from autoshard.passes.place import redistribute
+from autoshard.placement import REPLICATE, Partial, Placement, Replicate, Shard, shard_length
+from autoshard.plan import Plan
+from autoshard.program import TAG, Graph, Kind, Phase, Port, Program, Role, Signature, tag
+from autoshard.retrace import clean
+from autoshard.rules.table import CHEAP_VIEWS
+
+
+
+def shard_of(shape: tuple[int, ...], ranks: int, plan: Plan) -> Placement:
+    """How a parameter of `shape` is split over `ranks`: the first dim that divides, else the least padding.
+
+    A scalar, an empty tensor and one under the persistence threshold stay whole.
+    """
+    numel = 1
+    for size in shape:
+        numel *= size
+    if not shape or numel == 0 or ranks == 1 or numel < plan.zero.persistence_threshold:
+        return REPLICATE
+    padded = [shard_length(size, ranks) * ranks / size for size in shape]
+    return Shard(padded.index(min(padded)))
+
+
+def parameter_at_rest(shape: tuple[int, ...], ranks: int, plan: Plan) -> Placement:
+    return shard_of(shape, ranks, plan) if plan.zero.stage >= 3 else REPLICATE
+
+
+def slot_at_rest(shape: tuple[int, ...], ranks: int, plan: Plan) -> Placement:
+    return shard_of(shape, ranks, plan) if plan.zero.stage >= 1 else REPLICATE
+
+
+def gradient_leaving(shape: tuple[int, ...], ranks: int, plan: Plan) -> Placement:
+    """How the micro graph returns a gradient. With micro-batches to come, stages 0 and 1 keep it partial."""
+    stage = plan.zero.stage
+    if stage < 2 and plan.accumulate > 1:
+        return Partial()
+    return shard_of(shape, ranks, plan) if stage >= 1 else REPLICATE
+
+
+def zero(program: Program, context: PassContext) -> Program:
+    if context.data is None:
+        return program
+    for name, graph in program.graphs.items():
+        program = program.with_graph(name, _Rewrite(graph, context).run())
+    return program
+
+
+class _Rewrite:
+    def __init__(self, graph: Graph, context: PassContext) -> None:
+        assert context.data is not None
+        self.graph = graph
+        self.context = context
+        self.axis = context.data
+        self.ranks = context.axes[self.axis].ranks
+        self.order = {node: i for i, node in enumerate(graph.module.graph.nodes)}
+
+    def run(self) -> Graph:
+        inputs = list(self.graph.signature.inputs)
+        for i, (node, port) in enumerate(zip(self.graph.placeholders(), inputs, strict=True)):
+            if port.kind is Kind.PARAMETER:
+                at_rest = parameter_at_rest(port.shape, self.ranks, self.context.plan)
+                if isinstance(at_rest, Shard):
+                    inputs[i] = port.at(self._with(port.placements, at_rest))
+                    self._gather(node, at_rest)
+        outputs = self._reduce()
+        clean(self.graph.module)
+        return Graph(self.graph.module, Signature(tuple(inputs), outputs))
+
+    def _with(self, placements: tuple[Placement, ...], placement: Placement) -> tuple[Placement, ...]:
+        return tuple(placement if i == self.axis else p for i, p in enumerate(placements))
+
+    def _gather(self, node: fx.Node, at_rest: Shard) -> None:
+        """Give every group of uses a gather of its own; views of the parameter are made anew for each group."""
+        whole = tag(node).placements
+        node.meta[TAG] = tag(node).but(placements=(self._with(whole[0], at_rest),))
+        for group in self._groups(self._uses(node, node)):
+            first = min((user for user, _ in group), key=self.order.__getitem__)
+            graph = node.graph
+            made: dict[fx.Node, fx.Node] = {}
+            with graph.inserting_before(first):
+                gathered = graph.call_function(redistribute, (node, self.axis, at_rest, REPLICATE))
+                gathered.meta["val"] = node.meta["val"]
+                owner = tag(first) if TAG in first.meta else tag(node)
+                phase = owner.phase
+                gathered.meta[TAG] = owner.but(
+                    phase=Phase.INPUT_GRADIENT if phase.backward else phase, role=Role.PARAM_GATHER, placements=whole, rule=""
+                )
+                self.order[gathered] = self.order[first]
+                made[node] = gathered
+            for user, source in group:
+                user.replace_input_with(source, self._again(source, made, user, gathered))
+
+    def _again(self, source: fx.Node, made: dict[fx.Node, fx.Node], user: fx.Node, gathered: fx.Node) -> fx.Node:
+        """The chain of views from the parameter to `source`, on top of `gathered`."""
+        if source not in made:
+            base = self._again(source.all_input_nodes[0], made, user, gathered)
+            with source.graph.inserting_after(base):
+                copy = source.graph.node_copy(source, lambda _: base)
+            copy.meta = dict(source.meta)
+            copy.meta[TAG] = tag(source).but(phase=tag(gathered).phase)
+            made[source] = copy
+        return made[source]
+
+    def _uses(self, node: fx.Node, parameter: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
+        """(user, the view of the parameter that it reads) for every use that is more than a view."""
+        found = []
+        for user in list(node.users):
+            if user.target in CHEAP_VIEWS and user.all_input_nodes == [node]:
+                found += self._uses(user, parameter)
+            else:
+                found.append((user, node))
+        return found
+
+    def _groups(self, uses: list[tuple[fx.Node, fx.Node]]) -> list[list[tuple[fx.Node, fx.Node]]]:
+        """Uses in order, split between forward and backward and between far-apart modules."""
+        groups: list[list[tuple[fx.Node, fx.Node]]] = []
+        last: tuple[bool, str] | None = None
+        for user, source in sorted(uses, key=lambda use: self.order[use[0]]):
+            where = (tag(user).phase.backward, tag(user).module) if TAG in user.meta else (True, "output")
+            if where != last:
+                groups.append([])
+            groups[-1].append((user, source))
+            last = where
+        return groups
+
+    def _reduce(self) -> tuple[Port, ...]:
+        output = next(iter(reversed(self.graph.module.graph.nodes)))
+        values, ports = list(output.args[0]), list(self.graph.signature.outputs)  # type: ignore[arg-type]
+        for i, (value, port) in enumerate(zip(values, ports, strict=True)):
+            if port.kind is not Kind.GRADIENT:
+                continue
+            now = port.placements[self.axis]
+            target = gradient_leaving(port.shape, self.ranks, self.context.plan)
+            if isinstance(target, Partial) and isinstance(now, (Replicate, Shard)):
+                target = REPLICATE  # nothing to reduce: every rank has computed the whole gradient
+            if now != target:
+                with value.graph.inserting_after(value):
+                    reduced = value.graph.call_function(redistribute, (value, self.axis, now, target))
+                reduced.meta["val"] = value.meta["val"]
+                placements = self._with(port.placements, target)
+                role = Role.GRAD_REDUCE if isinstance(now, Partial) else None
+                reduced.meta[TAG] = tag(value).but(role=role, placements=(placements,), rule="", phase=Phase.WEIGHT_GRADIENT)
+                values[i] = reduced
+            ports[i] = port.at(self._with(port.placements, target))
+        output.args = (tuple(values),)
+        return tuple(ports)
+
+

@@ -1,0 +1,134 @@
+"""The whole zoo under every stage on real ranks, as one command that writes a dated table.
+
+    python -m tests.matrix                          # every model x stage 0..3, interpreted
+    python -m tests.matrix --models llama vit --stages 3 --backend inductor
+
+Writes tests/results/YYYY-MM-DD-matrix.md and exits with 1 if anything is not as one device computes it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tests.multirank import zoo_run
+from tests.multirank.runner import End, RanksFailedError, close_worlds, run_ranks
+from tests.multirank.test_zoo import BYTES_EXCEPTIONS, FLOPS_EXCEPTIONS, cost_complaints
+from tests.multirank.zoo_run import Combination, Errors, Measured
+from tests.zoo import CASES
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One combination and what became of it; `complaints` is empty if it is exact and costs its share."""
+
+    combination: Combination
+    complaints: tuple[str, ...]
+    errors: Errors | None = None
+    measured: Measured | None = None
+    seconds: float = 0.0
+
+
+def run(combination: Combination) -> Row:
+    """One row of the table. A rank's failure becomes a complaint."""
+    started = time.monotonic()
+    try:
+        ranks = run_ranks(zoo_run.run_case, combination.ranks, combination, timeout=600.0)
+        errors = zoo_run.compare(combination, ranks)
+    except RanksFailedError as failure:
+        first = next(outcome for outcome in failure.outcomes if outcome.end is not End.RETURNED)
+        story = f"{first.end.value}: {first.kind[0] if first.kind else ''} {first.message.splitlines()[:1]}"
+        return Row(combination, (story,), seconds=time.monotonic() - started)
+    except AssertionError as failure:
+        return Row(combination, (str(failure),), seconds=time.monotonic() - started)
+    complaints = errors.complaints(combination.case) + cost_complaints(combination, ranks)
+    return Row(combination, tuple(complaints), errors, ranks[0], time.monotonic() - started)
+
+
+def table(rows: Sequence[Row], command: str, seconds: float) -> str:
+    """The rows as a markdown document, with the command and machine they were made by."""
+    failed = [row for row in rows if row.complaints]
+    lines = [
+        f"# The zoo on real ranks, {datetime.date.today().isoformat()}",
+        "",
+        f"`{command}`: {len(rows) - len(failed)} of {len(rows)} combinations pass, in {seconds / 60:.0f} minutes.",
+        f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores, {platform.machine()}, "
+        "gloo, float64.",
+        "",
+        "Each row is compared with one device in eager PyTorch. Errors are relative (losses: of max(1, loss)): the",
+        "worst loss or gradient norm of the steps, the worst gradient of a parameter, the worst buffer, and the worst",
+        f"parameter after {zoo_run.STEPS} AdamW steps. Bounds: {zoo_run.LOSS:g} ({zoo_run.LOSS_IN_FLOAT32:g} where the",
+        f"model computes its loss in float32), {zoo_run.GRADIENT:g}, {zoo_run.BUFFER:g}, {zoo_run.PARAMETER:g}.",
+        "FLOPs: most of any rank over global / N (bound 1.05). Bytes: at rest, over what the stage allows (bound 1).",
+        "",
+        "| model | stage | backend | loss | gradient | buffer | parameter | FLOPs | bytes | init s | step ms | |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    lines += [_line(row) for row in rows]
+    if failed:
+        lines += ["", "## Not passing", ""]
+        lines += [f"- {row.combination}: {complaint}" for row in failed for complaint in row.complaints]
+    exceptions = {**FLOPS_EXCEPTIONS, **BYTES_EXCEPTIONS}
+    if exceptions:
+        lines += ["", "## Beyond their share, with the reason", ""]
+        lines += [f"- {name}: {reason}" for name, reason in exceptions.items()]
+    return "\n".join([*lines, ""])
+
+
+def _line(row: Row) -> str:
+    combination, errors, measured = row.combination, row.errors, row.measured
+    head = f"| {combination.name} | {combination.stage} | {combination.backend} |"
+    verdict = "**fails**" if row.complaints else ""
+    if errors is None or measured is None:
+        return f"{head} | | | | | | | | {verdict} |"
+    share = zoo_run.global_flops(combination.name, combination.ranks, combination.accumulate) / combination.ranks
+    allowed = zoo_run.allowed_bytes(combination.case, combination.stage, combination.ranks)
+    numbers = [f"{x:.0e}" if x else "0" for x in (errors.loss, errors.gradient, errors.buffer, errors.parameter)]
+    numbers += [f"{measured.flops / share:.3f}", f"{measured.at_rest / allowed:.3f}"]
+    numbers += [f"{measured.seconds[0]:.1f}", f"{measured.seconds[1] * 1e3:.0f}"]
+    return f"{head} {' | '.join(numbers)} | {verdict} |"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run, write the table, say where. Returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tests.matrix", description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", choices=list(CASES), default=list(CASES), metavar="NAME")
+    parser.add_argument("--stages", nargs="+", type=int, choices=range(4), default=[0, 1, 2, 3])
+    parser.add_argument("--backend", choices=("debug", "inductor"), default="debug")
+    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches per step")
+    parser.add_argument("--out", type=Path, default=None, help="file to write; default tests/results/DATE-matrix.md")
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    started = time.monotonic()
+    combinations = [
+        Combination(name, stage, given.backend, accumulate=given.accumulate)
+        for name in given.models
+        for stage in given.stages
+    ]
+    rows = []
+    for index, combination in enumerate(combinations, start=1):
+        rows.append(run(combination))
+        verdict = "; ".join(rows[-1].complaints) or "exact"
+        print(f"[{index}/{len(combinations)}] {combination}: {verdict} ({rows[-1].seconds:.1f} s)", flush=True)
+    close_worlds()
+    command = " ".join(["python -m tests.matrix", *(arguments if arguments is not None else sys.argv[1:])])
+    out = given.out or RESULTS / f"{datetime.date.today().isoformat()}-matrix.md"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(table(rows, command, time.monotonic() - started))
+    print(f"wrote {out}")
+    return 1 if any(row.complaints for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

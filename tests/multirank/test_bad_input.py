@@ -1,0 +1,454 @@
+"""Whatever a user gets wrong ends in an error on every rank, within seconds, that says what to do; nothing hangs.
+
+Functions that begin with an underscore and take no fixture run on the ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests import reference
+from tests.multirank.runner import End, Outcome, run_outcomes, run_ranks
+
+SECONDS = 15.0  # from the call to the error, tracing included, on a busy machine
+ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3)
+
+
+def check_refused(outcomes: list[Outcome], kind: str, *patterns: str) -> None:
+    """Every rank raised an error of `kind` in seconds, and each pattern is in every message."""
+    for outcome in outcomes:
+        assert outcome.end is End.RAISED, f"rank {outcome.rank} {outcome.end.value}\n{outcome.details}"
+        assert kind in outcome.kind, f"rank {outcome.rank} raised {outcome.kind[0]}: {outcome.details}"
+        assert outcome.seconds < SECONDS
+        for pattern in patterns:
+            assert re.search(pattern, outcome.message, re.I | re.S), f"no {pattern!r} in: {outcome.message}"
+
+
+def refused(
+    function: Callable[..., Any], kind: str, *patterns: str, args: tuple[Any, ...] = (), ranks: int = 2
+) -> None:
+    """`function(*args)` is refused on all ranks."""
+    check_refused(run_outcomes(function, ranks, *args, timeout=40.0), kind, *patterns)
+
+
+# ---------------------------------------------------------------- small things to build mistakes from
+
+
+def _plan(**fields: Any) -> Any:
+    import autoshard
+
+    return autoshard.Plan(**{"zero": 3, "backend": "debug", "device": "cpu", **fields})
+
+
+def _model(width: int = 16, seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 4)).double()
+
+
+def _loss(model: Any, batch: Any) -> Tensor:
+    return F.mse_loss(model(batch["x"]), batch["y"])
+
+
+def _batch(rows: int = 4) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return {
+        "x": torch.randn(rows, 8, generator=generator, dtype=torch.float64),
+        "y": torch.randn(rows, 4, generator=generator, dtype=torch.float64),
+    }
+
+
+def _step(model: nn.Module | None = None, loss: Any = _loss, **fields: Any) -> Any:
+    import autoshard
+
+    return autoshard.parallelize(model or _model(), _plan(**fields), loss=loss, optimizer=ADAMW)
+
+
+# ---------------------------------------------------------------- the mesh and the batch
+
+
+def _wrong_world(size: int) -> None:
+    import autoshard
+
+    _step(mesh=autoshard.Mesh(data=size)).init(_batch())
+
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_a_mesh_that_does_not_fit_the_world_is_refused_with_what_to_launch(size: int) -> None:
+    refused(_wrong_world, "PlanError", f"data={size}", r"world .*2", r"-1|nproc-per-node", args=(size,))
+
+
+def _indivisible(rows: int, accumulate: int) -> None:
+    _step(accumulate=accumulate).init(_batch(rows))
+
+
+@pytest.mark.parametrize(("rows", "accumulate"), [(6, 4), (3, 4), (0, 1)])
+def test_a_batch_that_the_micro_batches_do_not_divide_is_refused_with_a_size_that_works(
+    rows: int, accumulate: int
+) -> None:
+    refused(_indivisible, "BatchError", str(rows), f"multiple of {accumulate}", args=(rows, accumulate))
+
+
+def _indivisible_later() -> None:
+    step = _step(accumulate=4)
+    state = step.init(_batch(4))
+    step(state, _batch(6))
+
+
+def test_a_later_batch_that_the_micro_batches_do_not_divide_is_refused_too() -> None:
+    refused(_indivisible_later, "BatchError", "6", "multiple of 4")
+
+
+def _unequal_leading_sizes() -> None:
+    batch = _batch()
+    batch["y"] = batch["y"][:3]
+    _step().init(batch)
+
+
+def test_tensors_of_a_batch_with_unequal_leading_sizes_are_refused_by_name() -> None:
+    refused(_unequal_leading_sizes, "BatchError", "x.*4", "y.*3", "Replicated")
+
+
+# ---------------------------------------------------------------- the model and the loss
+
+
+def _nothing_to_train() -> None:
+    _step(_model().requires_grad_(False)).init(_batch())
+
+
+def test_a_model_without_a_trainable_parameter_is_refused() -> None:
+    refused(_nothing_to_train, "AutoshardError", "trainable", "requires_grad|evaluate|forward")
+
+
+def _detached_loss() -> None:
+    _step(loss=lambda model, batch: _loss(model, batch).detach()).init(_batch())
+
+
+def test_a_loss_without_a_path_to_a_parameter_is_refused() -> None:
+    refused(_detached_loss, "AutoshardError", "trainable|depend", "detach")
+
+
+def _wrong_loss(kind: str) -> None:
+    def loss(model: Any, batch: Any) -> Any:
+        out = model(batch["x"])
+        return {"vector": out.sum(-1), "one element": out.sum().reshape(1), "none": None, "text": "loss"}[kind]
+
+    _step(loss=loss).init(_batch())
+
+
+@pytest.mark.parametrize(
+    ("kind", "found"), [("vector", r"\(8,\)"), ("one element", r"\(1,\)"), ("none", "None"), ("text", "str")]
+)
+def test_a_loss_that_is_not_a_scalar_is_refused_with_its_shape_or_type(kind: str, found: str) -> None:
+    refused(_wrong_loss, "AutoshardError", found, r"mean\(\)|Mean", args=(kind,))
+
+
+class _Branch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        if h.sum() > 0:  # the offending line
+            return h
+        return -h
+
+
+class _Alternating(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.calls = nn.Linear(8, 4), nn.Linear(8, 4), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.first(x) if self.calls % 2 else self.second(x)
+
+
+def _control_flow() -> None:
+    _step(_Branch().double()).init(_batch())
+
+
+def test_control_flow_on_data_is_refused_with_the_source_line() -> None:
+    refused(_control_flow, "CaptureError", r"test_bad_input\.py:\d+", r"h\.sum\(\) > 0", "torch.where")
+
+
+def _python_state() -> None:
+    _step(_Alternating().double()).init(_batch())
+
+
+def test_python_state_that_changes_what_forward_computes_is_refused_by_name() -> None:
+    refused(_python_state, "CaptureError", "calls", "register_buffer")
+
+
+def _captured_parameter() -> None:
+    outside = torch.ones(4, dtype=torch.float64, requires_grad=True)
+    _step(loss=lambda model, batch: (model(batch["x"]) * outside).sum()).init(_batch())
+
+
+def test_a_captured_tensor_that_requires_grad_is_refused_with_advice() -> None:
+    refused(_captured_parameter, "CaptureError", r"\(4,\)", "frozen")
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+def _save(path: str, width: int = 16, spoil: str = "") -> None:
+    step = _step(_model(width))
+    state = step.init(_batch())
+    state, _ = step(state, _batch())
+    if spoil:
+        local = state.params[spoil].to_local()
+        if local.numel() and dist.get_rank() == 1:
+            local.view(-1)[0] = float("nan")
+    step.save(state, path)
+
+
+def _load(path: str, width: int = 16) -> float:
+    step = _step(_model(width))
+    state = step.load(path, _batch())
+    _, metrics = step(state, _batch())
+    return float(metrics["loss"])
+
+
+def _saved(folder: Path, **options: Any) -> str:
+    path = str(folder / "checkpoint")
+    run_ranks(_save_with, 2, path, options)
+    return path
+
+
+def _save_with(path: str, options: dict[str, Any]) -> None:
+    _save(path, **options)
+
+
+def test_a_checkpoint_as_saved_loads(tmp_path: Path) -> None:
+    first, second = run_ranks(_load, 2, _saved(tmp_path))
+    assert first == second
+
+
+def test_a_missing_checkpoint_is_refused_with_its_path(tmp_path: Path) -> None:
+    path = str(tmp_path / "nowhere")
+    refused(_load, "CheckpointError", re.escape(path), args=(path,))
+
+
+def _data_files(path: str) -> list[Path]:
+    """Files of a checkpoint that hold tensors: the larger ones, largest first."""
+    files = [file for file in Path(path).rglob("*") if file.is_file()]
+    return sorted(files, key=lambda file: file.stat().st_size, reverse=True)
+
+
+def test_a_truncated_checkpoint_file_is_refused_by_name(tmp_path: Path) -> None:
+    path = _saved(tmp_path)
+    file = _data_files(path)[0]
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    refused(_load, "CheckpointError", re.escape(file.name), args=(path,))
+
+
+def test_a_checkpoint_with_a_file_missing_is_refused_by_name(tmp_path: Path) -> None:
+    path = _saved(tmp_path)
+    file = _data_files(path)[1]
+    file.unlink()
+    refused(_load, "CheckpointError", re.escape(file.name), args=(path,))
+
+
+def test_every_file_of_a_checkpoint_is_needed_and_each_loss_is_noticed(tmp_path: Path) -> None:
+    path = _saved(tmp_path)
+    for index, file in enumerate(_data_files(path)):
+        copy = tmp_path / f"copy{index}"
+        shutil.copytree(path, copy)
+        (copy / file.relative_to(path)).unlink()
+        refused(_load, "CheckpointError", args=(str(copy),))
+
+
+def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
+    path = _saved(tmp_path)
+    file = _data_files(path)[0]
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    file.write_bytes(bytes(data))
+    refused(_load, "CheckpointError", re.escape(file.name), args=(path,))
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_the_parameter_that_differs(tmp_path: Path) -> None:
+    path = _saved(tmp_path)
+    refused(_load, "CheckpointError", r"0\.weight", "16", "24", args=(path, 24))
+
+
+def test_not_a_number_in_a_loaded_parameter_is_refused_by_name(tmp_path: Path) -> None:
+    path = _saved(tmp_path, spoil="2.weight")
+    refused(_load, "CheckpointError", r"2\.weight", "NaN|not a number|finite", args=(path,))
+
+
+# ---------------------------------------------------------------- ranks that differ
+
+
+def _another_plan(field: str, values: tuple[Any, Any]) -> None:
+    step = _step(**{field: values[dist.get_rank()]})
+    state = step.init(_batch())
+    step(state, _batch())
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [("zero", (1, 3)), ("zero", (0, 2)), ("accumulate", (1, 2)), ("clip_norm", (None, 1.0)), ("seed", (0, 1))],
+    ids=str,
+)
+def test_a_rank_with_another_plan_is_refused_on_both_sides_with_the_field(field: str, values: tuple[Any, Any]) -> None:
+    refused(_another_plan, "DivergenceError", "rank", field, args=(field, values))
+
+
+def _another_model(kind: str) -> None:
+    other = dist.get_rank() == 1
+    model = _model()
+    if other and kind == "width":
+        model = _model(24)
+    if other and kind == "activation":
+        model[1] = nn.ReLU()
+    if other and kind == "constant":
+        model[1] = nn.Softplus(beta=2)
+    if not other and kind == "constant":
+        model[1] = nn.Softplus(beta=1)
+    if other and kind == "name":
+        model = nn.Sequential(*model, nn.Identity(), nn.Linear(4, 4).double())
+    step = _step(model)
+    state = step.init(_batch())
+    step(state, _batch())
+
+
+@pytest.mark.parametrize("kind", ["width", "activation", "constant", "name"])
+def test_a_rank_with_another_model_is_refused_on_both_sides(kind: str) -> None:
+    refused(_another_model, "DivergenceError", "rank", "model|graph|program|parameter", args=(kind,))
+
+
+def _another_optimizer() -> None:
+    import autoshard
+
+    optimizer = functools.partial(torch.optim.AdamW, lr=1e-3 * (1 + dist.get_rank()))
+    step = autoshard.parallelize(_model(), _plan(), loss=_loss, optimizer=optimizer)
+    step(step.init(_batch()), _batch())
+
+
+def test_a_rank_with_another_optimizer_is_refused_on_both_sides() -> None:
+    refused(_another_optimizer, "DivergenceError", "rank", "optimizer|program|update")
+
+
+def _other_batch(kind: str) -> Any:
+    batch: Any = _batch()
+    if dist.get_rank() == 0:
+        return batch
+    if kind == "rows":
+        return _batch(6)
+    if kind == "columns":
+        return {**batch, "extra": torch.zeros(4)}
+    if kind == "dtype":
+        return {**batch, "y": batch["y"].float()}
+    if kind == "key":
+        return {"x": batch["x"], "z": batch["y"]}
+    return (batch["x"], batch["y"])
+
+
+def _loss_of_first(model: Any, batch: Any) -> Tensor:
+    """A loss that any of those batches suits: the refusal is of the difference."""
+    return model(reference.tensors_of(batch)[0]).sum()
+
+
+BATCH_KINDS = ["rows", "columns", "dtype", "key", "tree"]
+
+
+def _another_first_batch(kind: str) -> None:
+    _step(loss=_loss_of_first).init(_other_batch(kind))
+
+
+@pytest.mark.parametrize("kind", BATCH_KINDS)
+def test_a_rank_with_another_batch_structure_at_init_is_refused_on_both_sides(kind: str) -> None:
+    refused(_another_first_batch, "DivergenceError", "rank", "batch", args=(kind,))
+
+
+def _another_later_batch(kind: str) -> None:
+    step = _step(loss=_loss_of_first)
+    state = step.init(_batch())
+    state, _ = step(state, _batch())
+    step(state, _other_batch(kind))
+
+
+@pytest.mark.parametrize("kind", BATCH_KINDS)
+def test_a_rank_with_another_batch_structure_in_a_later_step_is_refused_on_both_sides(kind: str) -> None:
+    refused(_another_later_batch, "DivergenceError", "rank", "batch", args=(kind,))
+
+
+def _one_rank_refuses() -> None:
+    rows = 4 if dist.get_rank() == 0 else 3
+    _step(accumulate=2).init(_batch(rows))
+
+
+def test_a_mistake_on_one_rank_alone_ends_both() -> None:
+    outcomes = run_outcomes(_one_rank_refuses, 2, timeout=40.0)
+    for outcome in outcomes:
+        assert outcome.end is End.RAISED, outcome.details
+        assert "AutoshardError" in outcome.kind
+        assert outcome.seconds < SECONDS
+
+
+# ---------------------------------------------------------------- a rank that dies
+
+
+def _die_in_training(place: str) -> None:
+    step = _step()
+    state = step.init(_batch())
+    for index in range(200):
+        if dist.get_rank() == 1 and index == 3:
+            if place == "kill":
+                os.kill(os.getpid(), 9)
+            raise RuntimeError("rank 1 broke in the user's own code")
+        state, metrics = step(state, _batch())
+        float(metrics["loss"])
+        time.sleep(0.01)
+
+
+def test_a_rank_that_is_killed_ends_the_others_within_seconds_with_advice() -> None:
+    survivor, dead = run_outcomes(_die_in_training, 2, "kill", timeout=60.0)
+    assert dead.end is End.DIED
+    assert survivor.end is End.RAISED, survivor.details
+    assert survivor.seconds - dead.seconds < 10
+    assert re.search(r"rank|peer", survivor.message, re.I), survivor.details
+    assert re.search(r"checkpoint|load|resume|restart", survivor.message, re.I), survivor.message
+
+
+def _die_before_init() -> None:
+    if dist.get_rank() == 1:
+        os._exit(3)
+    _step().init(_batch())
+
+
+def test_a_rank_that_dies_before_the_first_step_ends_the_others_within_seconds() -> None:
+    survivor, dead = run_outcomes(_die_before_init, 2, timeout=60.0)
+    assert dead.end is End.DIED
+    assert survivor.end is End.RAISED, survivor.details
+    assert survivor.seconds < SECONDS
+
+
+# ---------------------------------------------------------------- the bed itself
+
+
+def test_the_model_batch_and_plan_without_a_mistake_train() -> None:
+    """A refusal above is of the mistake, not of the model around it."""
+    assert len(run_ranks(_right, 2)) == 2
+    assert reference.rank_slice(torch.arange(4), 1, 2).tolist() == [2, 3]
+
+
+def _right() -> float:
+    step = _step(accumulate=2)
+    _, metrics = step(step.init(_batch()), _batch())
+    return float(metrics["loss"])

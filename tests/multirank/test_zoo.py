@@ -1,0 +1,85 @@
+"""Every model of the zoo, under every ZeRO stage, on real ranks, computes what one device computes.
+
+By default a pairwise part of the matrix runs: each model at stage 3 and at one other, each stage with many models,
+several under Inductor. AUTOSHARD_FULL=1 runs all of it; `python -m tests.matrix` writes the table.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.multirank import zoo_run
+from tests.multirank.runner import run_ranks
+from tests.multirank.zoo_run import Combination, Measured
+from tests.zoo import CASES, ZOO
+
+STAGES = (0, 1, 2, 3)
+# One of each kind, for the compiled backend: compiling costs a minute where interpreting costs seconds.
+COMPILED = ("llama", "mlp", "odd_shapes", "resnet")
+
+# More work or bytes per rank than the bound allows, by name, with the reason. Empty is the aim.
+FLOPS_EXCEPTIONS: dict[str, str] = {}
+BYTES_EXCEPTIONS: dict[str, str] = {}
+
+
+def combinations() -> list[Combination]:
+    """The combinations of this run: all with AUTOSHARD_FULL=1, else a pairwise part."""
+    if os.environ.get("AUTOSHARD_FULL") == "1":
+        debug = [Combination(case.name, stage) for case in ZOO for stage in STAGES]
+        return debug + [Combination(name, stage, "inductor") for name in CASES for stage in (0, 3)]
+    pairs = []
+    for index, case in enumerate(ZOO):
+        pairs += [Combination(case.name, index % 3), Combination(case.name, 3)]
+    return pairs + [Combination(name, (2 * index + 1) % 4, "inductor") for index, name in enumerate(COMPILED)]
+
+
+_done: dict[Combination, list[Measured]] = {}
+
+
+def measured(combination: Combination) -> list[Measured]:
+    """Runs a combination once for all tests that ask."""
+    if combination not in _done:
+        _done[combination] = run_ranks(zoo_run.run_case, combination.ranks, combination, timeout=240.0)
+    return _done[combination]
+
+
+@pytest.mark.parametrize("combination", combinations(), ids=str)
+def test_a_model_under_a_stage_computes_what_one_device_computes_and_costs_its_share(combination: Combination) -> None:
+    ranks = measured(combination)
+    errors = zoo_run.compare(combination, ranks)
+    complaints = errors.complaints(combination.case)
+    complaints += cost_complaints(combination, ranks)
+    assert not complaints, "\n".join([*complaints, ranks[0].cost])
+
+
+def cost_complaints(combination: Combination, ranks: list[Measured]) -> list[str]:
+    """What a run costs beyond its share, in words, but for the listed exceptions."""
+    found = []
+    share = zoo_run.global_flops(combination.name, combination.ranks, combination.accumulate) / combination.ranks
+    most = max(m.flops for m in ranks)
+    if most > 1.05 * share and combination.name not in FLOPS_EXCEPTIONS:
+        found.append(f"{most:.0f} FLOPs per rank, {most / share:.3f} of its share {share:.0f} (bound 1.05)")
+    if most < 0.9 * share:
+        found.append(f"{most:.0f} FLOPs per rank is less than its share {share:.0f}: the cost is not counted")
+    allowed = zoo_run.allowed_bytes(combination.case, combination.stage, combination.ranks)
+    held = max(m.at_rest for m in ranks)
+    if held > allowed and combination.name not in BYTES_EXCEPTIONS:
+        found.append(f"{held} bytes at rest per rank, {allowed} allowed at stage {combination.stage}")
+    return found
+
+
+def test_the_default_part_covers_each_model_twice_with_stage_3_and_each_stage_with_many_models() -> None:
+    if os.environ.get("AUTOSHARD_FULL") == "1":
+        pytest.skip("the full matrix covers everything")
+    stages = {case.name: {c.stage for c in combinations() if c.name == case.name} for case in ZOO}
+    assert all(3 in found and len(found) >= 2 for found in stages.values())
+    for stage in STAGES:
+        assert sum(stage in found for found in stages.values()) >= len(ZOO) // 4
+
+
+def test_exceptions_are_of_models_that_exist_and_have_a_reason() -> None:
+    for name, reason in {**FLOPS_EXCEPTIONS, **BYTES_EXCEPTIONS}.items():
+        assert name in CASES
+        assert len(reason) > 20
