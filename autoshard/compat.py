@@ -25,7 +25,7 @@ if not _SUPPORTED[0] <= _found <= _SUPPORTED[1]:
 from torch._decomp import get_decompositions as _get_decompositions  # noqa: E402
 import torch._inductor.compile_fx as _compile_fx  # noqa: E402
 import torch._inductor.config as _inductor_config  # noqa: E402
-from torch._inductor.custom_graph_pass import CustomGraphPass as _CustomGraphPass  # noqa: E402
+from torch._inductor.graph import GraphLowering as _GraphLowering  # noqa: E402
 from torch._inductor.decomposition import select_decomp_table as _select_decomp_table  # noqa: E402
 from torch._subclasses import fake_tensor as _fake  # noqa: E402
 from torch.fx.experimental import symbolic_shapes as _symbolic_shapes  # noqa: E402
@@ -139,11 +139,10 @@ def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
 def compile_inductor(gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[[list[Any]], Any]:
     """Compile a decomposed graph of local shapes. The result takes a list, which it empties, and returns a tuple.
 
-    Peak-memory reordering is off and order edges are added after the last rewrite, so that gathers stay where
-    the `zero` pass put them.
+    With Inductor's reordering for memory off, gathers stay where the `zero` pass put them or start one use
+    earlier; tests/test_compile.py asserts it on the generated code.
     """
     with _inductor_config.patch(
-        post_grad_custom_post_pass=_KeepCollectiveOrder(),
         reorder_for_peak_memory=False,
         reorder_for_locality=False,
         comprehensive_padding=False,
@@ -155,6 +154,19 @@ def all_gather(output: torch.Tensor, value: torch.Tensor, group: dist.ProcessGro
     """Every rank's `value` stacked in `output`; torch 2.14 renamed the function."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(output, value, group=group)
+
+
+@contextlib.contextmanager
+def generated_code() -> Iterator[list[str]]:
+    """The source that Inductor generates within, one string a graph."""
+    found: list[str] = []
+    saved = _GraphLowering.save_output_code
+    _GraphLowering.save_output_code = staticmethod(found.append)  # type: ignore[method-assign]
+    try:
+        with _inductor_config.patch(force_disable_caches=True):
+            yield found
+    finally:
+        _GraphLowering.save_output_code = saved  # type: ignore[method-assign]
 
 
 def register_group(name: str, group: dist.ProcessGroup) -> None:
@@ -178,13 +190,3 @@ def trunc_normal_replaced(replacement: Callable[..., torch.Tensor]) -> Iterator[
         yield
     finally:
         nn.init._no_grad_trunc_normal_ = original
-
-
-class _KeepCollectiveOrder(_CustomGraphPass):
-    """Tells Inductor to keep the graph's order around collectives, which it would hoist."""
-
-    def __call__(self, graph: fx.Graph) -> None:
-        return None
-
-    def uuid(self) -> str:
-        return "autoshard-order-0"

@@ -88,8 +88,19 @@ class MetricsLog:
         self._pending.append(row)
 
     def add_heldout(self, loss: float) -> None:
-        """Held-out loss after the step added last."""
-        self._pending[-1][HELDOUT] = loss
+        """Held-out loss after the step added last, be it written already or not."""
+        if self._pending:
+            self._pending[-1][HELDOUT] = loss
+        elif self._file is not None:
+            with self._file.open(newline="") as source:
+                rows = list(csv.DictReader(source))
+            rows[-1][HELDOUT] = repr(loss)
+            written = self._file.with_suffix(".writing")
+            with written.open("w", newline="") as out:
+                writer = csv.DictWriter(out, list(rows[-1]))
+                writer.writeheader()
+                writer.writerows(rows)
+            written.replace(self._file)
 
     def flush(self) -> dict[str, Any]:
         """Writes what was added, and returns the last row with its values read."""
@@ -167,8 +178,8 @@ def summarise(
     title: str,
     steps: int,
     start_up: float,
-    seconds: Sequence[float],
-    items: tuple[float, str],
+    step_seconds: Sequence[float],
+    work: tuple[float, str],
     peak: int,
     at_rest: Mapping[str, int],
     communication: Mapping[str, int],
@@ -179,15 +190,16 @@ def summarise(
 ) -> Summary:
     """
     Args:
-        steps: optimizer steps done in all; `seconds` has those of this run.
+        steps: optimizer steps done in all.
         start_up: seconds of tracing, rewriting, compiling and making the state.
-        items: how many tokens or samples one step takes, and the word for them.
+        step_seconds: of steps of this run, or means over a few.
+        work: how many tokens or samples one step takes in, and the word for them.
         peak, at_rest: bytes per rank.
         communication: bytes that one rank sends per step, by kind of collective.
         heldout, baseline: losses in nats.
         results, resume: where things are, and the command that goes on.
     """
-    ordered = sorted(seconds) or [math.nan]
+    ordered = sorted(step_seconds) or [math.nan]
     median = statistics.median(ordered)
     low, high = (ordered[int(share * (len(ordered) - 1))] for share in (0.1, 0.9))
     held = f"{heldout:.4f} nats"
@@ -196,12 +208,13 @@ def summarise(
         held += f", {verdict} the {baseline[0]}'s {baseline[1]:.4f} on the same samples"
     lines = [
         ("step time", f"{median * 1e3:.0f} ms median, {low * 1e3:.0f} to {high * 1e3:.0f} from 10% to 90%"),
-        ("throughput", f"{items[0] / median:,.0f} {items[1]}/s over all ranks"),
+        ("throughput", f"{work[0] / median:,.0f} {work[1]}/s over all ranks"),
         ("start-up", f"{start_up:.1f} s: trace, rewrite, compile, initial state"),
-        ("training", f"{sum(seconds):.0f} s for {len(seconds)} steps, evaluations included"),
         ("peak memory", f"{bytes_text(peak)} on rank 0"),
-        ("at rest", _listed(at_rest, "per rank")),
-        ("communication", _listed(communication, "per rank and step")),
+        ("at rest", _total(at_rest, "per rank")),
+        *_parts(at_rest),
+        ("communication", _total(communication, "sent per rank and step")),
+        *_parts(communication),
         ("held-out loss", held),
         *((("results", results[0]), *(("", line) for line in results[1:])) if results else ()),
         ("to go on", resume),
@@ -209,10 +222,9 @@ def summarise(
     values = {
         "steps": steps,
         "step_seconds": median,
-        "items_per_second": items[0] / median,
-        "item": items[1],
+        "items_per_second": work[0] / median,
+        "item": work[1],
         "start_up_seconds": start_up,
-        "training_seconds": sum(seconds),
         "peak_bytes": peak,
         "bytes_at_rest": dict(at_rest),
         "bytes_per_step": dict(communication),
@@ -222,11 +234,12 @@ def summarise(
     return Summary(title, tuple(lines), values)
 
 
-def _listed(parts: Mapping[str, int], per: str) -> str:
-    if not parts:
-        return f"0 B {per}"
-    detail = ", ".join(f"{name} {bytes_text(count)}" for name, count in parts.items())
-    return f"{bytes_text(sum(parts.values()))} {per}: {detail}" if len(parts) > 1 else f"{detail} {per}"
+def _total(parts: Mapping[str, int], per: str) -> str:
+    return f"{bytes_text(sum(parts.values()))} {per}"
+
+
+def _parts(parts: Mapping[str, int]) -> list[tuple[str, str]]:
+    return [("", f"  {bytes_text(count):>8}  {name}") for name, count in parts.items()]
 
 
 def bytes_text(count: float) -> str:

@@ -12,16 +12,23 @@ from torch import Tensor, nn
 from autoshard.data import VALID
 from autoshard.loss import Mean
 
+NO_LABEL = -100
+
 
 def next_token(model: nn.Module, batch: Mapping[str, Tensor]) -> Mean:
-    """Cross-entropy of each next token, in nats.
+    """Cross-entropy of each next token, in nats; the count is of the tokens that have a label.
 
     Args:
         model: tokens (B, T) to logits (B, T, vocabulary), or to an object that has them as `.logits`.
-        batch: "x", "y" int64 (B, T); where "valid" bool (B,) is given, the other samples do not count.
+        batch: "x", "y" int64 (B, T), -100 in y is no label; where "valid" bool (B,) is given, the other samples
+            do not count.
     """
+    labels = batch["y"]
+    if VALID in batch:
+        labels = labels.masked_fill(~batch[VALID][:, None], NO_LABEL)
     logits = logits_of(model(batch["x"]))
-    return _mean(F.cross_entropy(logits.flatten(0, 1), batch["y"].flatten(), reduction="none"), batch)
+    total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=NO_LABEL, reduction="sum")
+    return Mean(total, (labels != NO_LABEL).sum())
 
 
 def classify(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Mean, dict[str, Mean]]:
@@ -43,11 +50,10 @@ def logits_of(output: Any) -> Tensor:
 
 
 def _mean(terms: Tensor, batch: Mapping[str, Tensor]) -> Mean:
+    """Of terms (B,), the valid ones."""
     if VALID not in batch:
         return Mean(terms.sum(), terms.numel())
-    valid = batch[VALID]
-    each = terms.reshape(valid.shape[0], -1)
-    return Mean((each * valid[:, None]).sum(), valid.sum() * each.shape[1])
+    return Mean((terms * batch[VALID]).sum(), batch[VALID].sum())
 
 
 def generate(

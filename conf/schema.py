@@ -151,7 +151,7 @@ def _check_target(path: str, node: DictConfig) -> None:
         target = get_object(node._target_)
     except Exception as error:
         raise ConfigError(
-            f"{path}._target_ is {node._target_!r}, which cannot be imported ({error}); correct it or install its package"
+            f"{path}._target_ is {node._target_!r}, which cannot be imported ({error}): correct it, or install it"
         ) from error
     accepted = _arguments(target)
     for key in node:

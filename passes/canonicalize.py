@@ -78,13 +78,21 @@ def _canonical(graph: Graph, context: PassContext) -> Graph:
     for node in module.graph.nodes:
         target = node.target
         if isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags:
-            if target.namespace != "autoshard":
+            if target.namespace != "autoshard" and _argument(node, "dropout_p") != 0:
                 raise CaptureError(
                     f"{tag(node).module or 'the loss'} draws random numbers with {target}, for which there is no "
                     "counter-based form; use torch.rand*, torch.randn*, torch.bernoulli or dropout"
                 )
     clean(module)
     return Graph(module, graph.signature)
+
+
+def _argument(node: fx.Node, name: str) -> Any:
+    """The value of an op's argument by its name in the schema, None if there is none of that name."""
+    for i, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if argument.name == name:
+            return node.args[i] if i < len(node.args) else node.kwargs.get(name, argument.default_value)
+    return None
 
 
 def _retrace_with_key(graph: Graph, table: dict[Any, Callable[..., Any]]) -> Graph:
@@ -109,7 +117,7 @@ def _is_nothing(node: fx.Node) -> bool:
     if node.target is aten._to_copy.default:
         same = before.dtype == after.dtype and before.device == after.device
         return same and node.kwargs.get("memory_format") in (None, torch.preserve_format)
-    return node.target is aten.clone.default
+    return node.target is aten.clone.default and before.stride() == after.stride()
 
 
 def _mean(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:

@@ -51,6 +51,9 @@ def fake_inputs(ports: tuple[Port, ...], context: PassContext) -> list[Tensor]:
     ]
 
 
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+
+
 class _Lowering(fx.Interpreter):
     """Runs the global graph on local fake tensors under the tracer."""
 
@@ -67,6 +70,9 @@ class _Lowering(fx.Interpreter):
             result = self._redistribute(n, args[0])
         elif n.target is uniform_op:
             result = self._uniform(n, args)
+        elif n.target in _VIEWS:
+            # A collective may have left other strides than the global program had.
+            result = torch.reshape(args[0], self._localize(n, list(args))[1])
         else:
             result = n.target(*self._localize(n, list(args)), **kwargs)  # type: ignore[operator]
         self._check(n, result)

@@ -22,7 +22,7 @@ import torch
 
 from tests.multirank import zoo_run
 from tests.multirank.runner import End, RanksFailedError, close_worlds, run_ranks
-from tests.multirank.test_zoo import BYTES_EXCEPTIONS, FLOPS_EXCEPTIONS, cost_complaints
+from tests.multirank.test_zoo import EXCEPTIONS, cost_complaints
 from tests.multirank.zoo_run import Combination, Errors, Measured
 from tests.zoo import CASES
 
@@ -70,19 +70,19 @@ def table(rows: Sequence[Row], command: str, seconds: float) -> str:
         "worst loss or gradient norm of the steps, the worst gradient of a parameter, the worst buffer, and the worst",
         f"parameter after {zoo_run.STEPS} AdamW steps. Bounds: {zoo_run.LOSS:g} ({zoo_run.LOSS_IN_FLOAT32:g} where the",
         f"model computes its loss in float32), {zoo_run.GRADIENT:g}, {zoo_run.BUFFER:g}, {zoo_run.PARAMETER:g}.",
-        "FLOPs: most of any rank over global / N (bound 1.05). Bytes: at rest, over what the stage allows (bound 1).",
+        "FLOPs: over global / N (bound 1.05). Bytes: at rest, over what the stage allows (bound 1). Sent: bytes for",
+        "parameters and gradients, over the ZeRO paper's (bound 1). Gathers: of activations.",
         "",
-        "| model | stage | backend | loss | gradient | buffer | parameter | FLOPs | bytes | init s | step ms | |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| model | stage | backend | loss | gradient | buffer | parameter | FLOPs | bytes | sent | gathers | init s | step ms | |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [_line(row) for row in rows]
     if failed:
         lines += ["", "## Not passing", ""]
         lines += [f"- {row.combination}: {complaint}" for row in failed for complaint in row.complaints]
-    exceptions = {**FLOPS_EXCEPTIONS, **BYTES_EXCEPTIONS}
+    exceptions = [f"- {name}: {reason}" for group in EXCEPTIONS for name, reason in group.items()]
     if exceptions:
-        lines += ["", "## Beyond their share, with the reason", ""]
-        lines += [f"- {name}: {reason}" for name, reason in exceptions.items()]
+        lines += ["", "## Beyond their share, with the reason", "", *exceptions]
     return "\n".join([*lines, ""])
 
 
@@ -91,11 +91,13 @@ def _line(row: Row) -> str:
     head = f"| {combination.name} | {combination.stage} | {combination.backend} |"
     verdict = "**fails**" if row.complaints else ""
     if errors is None or measured is None:
-        return f"{head} | | | | | | | | {verdict} |"
+        return f"{head}{' |' * 10} {verdict} |"
     share = zoo_run.global_flops(combination.name, combination.ranks, combination.accumulate) / combination.ranks
     allowed = zoo_run.allowed_bytes(combination.case, combination.stage, combination.ranks)
     numbers = [f"{x:.0e}" if x else "0" for x in (errors.loss, errors.gradient, errors.buffer, errors.parameter)]
-    numbers += [f"{measured.flops / share:.3f}", f"{measured.at_rest / allowed:.3f}"]
+    numbers += [f"{measured.cost.flops / share:.3f}", f"{measured.at_rest / allowed:.3f}"]
+    sent = zoo_run.allowed_traffic(combination.case, combination.stage, combination.ranks)
+    numbers += [f"{zoo_run.traffic(measured.cost) / sent:.3f}", str(zoo_run.activation_gathers(measured.cost))]
     numbers += [f"{measured.seconds[0]:.1f}", f"{measured.seconds[1] * 1e3:.0f}"]
     return f"{head} {' | '.join(numbers)} | {verdict} |"
 

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autoshard.cost import Cost
+from autoshard.program import Role
 from tests import reference
 from tests.zoo import ModelCase, find_case
 
@@ -115,9 +117,8 @@ class Measured:
         losses, grad_norms, metrics: one per step.
         gradients: of the first batch at the initial parameters, by name.
         parameters, buffers: after the last step, by name.
-        flops: of one step on this rank.
-        at_rest: bytes of parameters, buffers and optimizer state that this rank keeps, padding counted.
-        cost: text of `step.cost()`.
+        at_rest: bytes of parameters, buffers and optimizer state that this rank really holds, padding counted.
+        cost: `step.cost()`.
         seconds: to trace, rewrite and compile; per step.
     """
 
@@ -128,9 +129,8 @@ class Measured:
     parameters: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
     buffers_agree: bool
-    flops: float
     at_rest: int
-    cost: str
+    cost: Cost
     seconds: tuple[float, float]
 
 
@@ -154,12 +154,7 @@ def run_case(combination: Combination) -> Measured:
     ended = time.monotonic()
     parameters = {name: state.full(name) for name in state.params}
     buffers = {name: state.full(name) for name in state.buffers}
-    try:  # TEMPORARY
-        cost = step.cost()
-    except ImportError:
-        import types
-
-        cost = types.SimpleNamespace(flops=float('nan'))
+    cost = step.cost()
     first = rank == 0
     return Measured(
         losses=losses,
@@ -169,16 +164,10 @@ def run_case(combination: Combination) -> Measured:
         parameters=parameters if first else {},
         buffers=buffers if first else {},
         buffers_agree=_agree(buffers),
-        flops=flops_of(cost),
         at_rest=held_bytes(state),
-        cost=str(cost),
+        cost=cost,
         seconds=(ready - started, (ended - begun) / len(batches)),
     )
-
-
-def flops_of(cost: Any) -> float:
-    """Floating-point operations of one step on this rank, as `step.cost()` has it."""
-    return float(cost.flops)
 
 
 def held_bytes(state: Any) -> int:
@@ -276,6 +265,34 @@ def padded_shard(shape: tuple[int, ...], ranks: int) -> int:
     if not shape or not elements:
         return elements
     return min(-(-size // ranks) * (elements // size) for size in shape)
+
+
+def allowed_traffic(case: ModelCase, stage: int, ranks: int) -> int:
+    """The most bytes that a rank may send for parameters and gradients in a step of one micro-batch.
+
+    The ZeRO paper's arithmetic (arXiv:1910.02054, section 7), on a ring: gradients are reduced and updated parameters
+    gathered at stages 0 to 2 (an all-reduce is both), parameters are gathered twice at stage 3. What stays whole,
+    such as a scalar, is all-reduced at every stage.
+    """
+    total = 0
+    for parameter in case.model().parameters():
+        shard = padded_shard(tuple(parameter.shape), ranks) * parameter.element_size()
+        times = 3 if stage == 3 else 2
+        total += times * shard * (ranks - 1)
+    return total
+
+
+TRAFFIC = (Role.PARAM_GATHER, Role.GRAD_REDUCE)
+
+
+def traffic(cost: Cost) -> int:
+    """Bytes that a rank sends for parameters and gradients in a step."""
+    return sum(entry.sent for entry in cost.collectives if entry.role in TRAFFIC)
+
+
+def activation_gathers(cost: Cost) -> int:
+    """How many collectives a step runs to make a sharded activation whole."""
+    return sum(entry.count for entry in cost.collectives if entry.role is Role.ACTIVATION_GATHER)
 
 
 @functools.cache
