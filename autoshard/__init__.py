@@ -4,8 +4,13 @@ from __future__ import annotations
 
 __version__ = "0.1.0"
 
-from autoshard import compat  # noqa: F401  first: refuses a torch it was not made for
-from autoshard import data, memory, optim, schedules
+from autoshard import (
+    compat,  # noqa: F401  first: refuses a torch it was not made for
+    data,
+    memory,
+    optim,
+    schedules,
+)
 from autoshard.api import Step, parallelize
 from autoshard.batch import Replicated
 from autoshard.errors import (

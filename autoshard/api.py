@@ -158,8 +158,8 @@ class Step:
         """
         if self.binding is None:
             raise OptimizerError(
-                "this step has no optimizer; pass optimizer=functools.partial(torch.optim.AdamW, lr=...) to parallelize, "
-                "or use step.gradients or step.evaluate"
+                "this step has no optimizer; pass optimizer=functools.partial(torch.optim.AdamW, lr=...) to "
+                "parallelize, or use step.gradients or step.evaluate"
             )
         training = self._program_for(batch, call="step")
         return self.engine.step(training, state, batch)
@@ -281,9 +281,7 @@ class Step:
     def _bind(self, optimizer: Callable[..., torch.optim.Optimizer] | None) -> Binding | None:
         if optimizer is None:
             return None
-        named = {
-            name: p for name, p in self.modules.model.named_parameters() if p.requires_grad
-        }
+        named = {name: p for name, p in self.modules.model.named_parameters() if p.requires_grad}
         return bind(optimizer, {name: p.detach().to("meta").requires_grad_() for name, p in named.items()})
 
 
@@ -293,13 +291,16 @@ def _check_arguments(
     if not isinstance(model, nn.Module) and not callable(model):
         raise AutoshardError(f"model is {model!r}; valid: an nn.Module, or a callable that returns one")
     if isinstance(model, type):
-        raise AutoshardError(f"model is the class {model.__name__}; valid: an instance, or lambda: {model.__name__}(...)")
+        raise AutoshardError(
+            f"model is the class {model.__name__}; valid: an instance, or lambda: {model.__name__}(...)"
+        )
     if not isinstance(plan, Plan):
         raise AutoshardError(f"plan is {plan!r}; valid: autoshard.Plan(...)")
     if isinstance(optimizer, torch.optim.Optimizer):
         name = type(optimizer).__name__
         raise OptimizerError(
-            f"optimizer is a {name} that exists already; valid: a factory, functools.partial(torch.optim.{name}, lr=...)"
+            f"optimizer is a {name} that exists already; valid: a factory, "
+            f"functools.partial(torch.optim.{name}, lr=...)"
         )
     for what, value in (("loss", loss), ("optimizer", optimizer), ("schedule", schedule)):
         if value is not None and not callable(value):
@@ -323,4 +324,3 @@ def _check_arguments(
 def _resolved(plan: Plan, rt: runtime.Runtime) -> Plan:
     values = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)}
     return Plan(**{**values, "mesh": rt.mesh})
-

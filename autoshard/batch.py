@@ -20,7 +20,7 @@ class Replicated:
     tensor: Tensor
 
 
-pytree.register_pytree_node(Replicated, lambda r: ([r.tensor], None), lambda children, _: Replicated(children[0]))
+pytree.register_pytree_node(Replicated, lambda r: ([r.tensor], None), lambda children, _: Replicated(*children))
 
 
 @dataclass(frozen=True)

@@ -106,9 +106,7 @@ def capture_training(
     return _trace(_Request(modules, loss, batch, ranks, accumulate, device, gradients=True))
 
 
-def capture_evaluation(
-    modules: Modules, loss: Loss, batch: Any, *, ranks: int, device: torch.device
-) -> Captured:
+def capture_evaluation(modules: Modules, loss: Loss, batch: Any, *, ranks: int, device: torch.device) -> Captured:
     """Forward and loss in eval mode, without gradient."""
     with _eval_mode(modules):
         return _trace(_Request(modules, loss, batch, ranks, 1, device, gradients=False))
@@ -125,7 +123,14 @@ def capture_forward(modules: Modules, args: Any, kwargs: Any, *, ranks: int, dev
 
 
 def _batch_norm(
-    x: Tensor, weight: Any, bias: Any, mean: Tensor | None, var: Tensor | None, training: bool, momentum: float, eps: float
+    x: Tensor,
+    weight: Any,
+    bias: Any,
+    mean: Tensor | None,
+    var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """native_batch_norm writes its running statistics without saying so in its schema; here the write is an op."""
     functional = torch.ops.aten._native_batch_norm_legit_functional
@@ -183,9 +188,7 @@ class _Trace:
             args.append(self._input(Kind.RNG, "rng", (2,), torch.int64))
             return compat.make_fx(lambda *flat: self._body(list(parameters), list(buffers), flat), args, _MUTATING)
 
-    def _input(
-        self, kind: Kind, name: str, shape: Sequence[int], dtype: torch.dtype, sharded: bool = False
-    ) -> Tensor:
+    def _input(self, kind: Kind, name: str, shape: Sequence[int], dtype: torch.dtype, sharded: bool = False) -> Tensor:
         self.inputs.append(Port(kind, name, tuple(shape), dtype, sharded=sharded))
         return torch.empty(tuple(shape), dtype=dtype, device=self.request.device)
 
@@ -233,7 +236,7 @@ class _Trace:
         if not self.request.gradients:
             return outputs
         loss = None
-        weighted = []
+        weighted: list[str] = []
         for i, mean in enumerate(objective.terms):
             if self.request.accumulate == 1:
                 value = mean.total if isinstance(mean.count, (int, float)) and mean.count == 1 else mean.value
@@ -244,7 +247,7 @@ class _Trace:
                 value = mean.total / (mean.count * self.request.accumulate)
             loss = value if loss is None else loss + value
         self.weighted = tuple(weighted)
-        trainable = [n for n in self.request.modules.trainable()]
+        trainable = self.request.modules.trainable()
         if loss is None or not loss.requires_grad:
             raise CaptureError(
                 "the loss does not depend on any trainable parameter; check for .detach(), torch.no_grad() or "

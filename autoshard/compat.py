@@ -22,20 +22,21 @@ if not _SUPPORTED[0] <= _found <= _SUPPORTED[1]:
         "pip install torch==2.14.1 torchvision==0.29.1"
     )
 
-from torch._decomp import get_decompositions as _get_decompositions  # noqa: E402
 import torch._inductor.compile_fx as _compile_fx  # noqa: E402
 import torch._inductor.config as _inductor_config  # noqa: E402
-from torch._inductor.graph import GraphLowering as _GraphLowering  # noqa: E402
+from torch._decomp import get_decompositions as _get_decompositions  # noqa: E402
 from torch._inductor.decomposition import select_decomp_table as _select_decomp_table  # noqa: E402
+from torch._inductor.graph import GraphLowering as _GraphLowering  # noqa: E402
 from torch._subclasses import fake_tensor as _fake  # noqa: E402
 from torch.fx.experimental import symbolic_shapes as _symbolic_shapes  # noqa: E402
 from torch.fx.experimental.proxy_tensor import get_proxy_mode as _get_proxy_mode  # noqa: E402
 from torch.fx.experimental.proxy_tensor import make_fx as _make_fx  # noqa: E402
 from torch.nn.utils import stateless as _stateless  # noqa: E402
 from torch.utils import _python_dispatch as _dispatch  # noqa: E402
+from torch.utils import _pytree  # noqa: E402
 from torch.utils import checkpoint as _checkpoint  # noqa: E402
-from torch.utils import _pytree as pytree  # noqa: E402
 
+pytree = _pytree
 FakeTensor = _fake.FakeTensor
 FakeTensorMode = _fake.FakeTensorMode
 TorchDispatchMode = _dispatch.TorchDispatchMode
@@ -147,7 +148,7 @@ def compile_inductor(gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Call
         reorder_for_locality=False,
         comprehensive_padding=False,
     ):
-        return _compile_fx.compile_fx_inner(gm, list(inputs), is_inference=True)  # type: ignore[return-value]
+        return _compile_fx.compile_fx_inner(gm, list(inputs), is_inference=True)
 
 
 def all_gather(output: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup | None) -> None:
@@ -161,21 +162,21 @@ def generated_code() -> Iterator[list[str]]:
     """The source that Inductor generates within, one string a graph."""
     found: list[str] = []
     saved = _GraphLowering.save_output_code
-    _GraphLowering.save_output_code = staticmethod(found.append)  # type: ignore[method-assign]
+    _GraphLowering.save_output_code = staticmethod(found.append)
     try:
         with _inductor_config.patch(force_disable_caches=True):
             yield found
     finally:
-        _GraphLowering.save_output_code = saved  # type: ignore[method-assign]
+        _GraphLowering.save_output_code = saved
 
 
 def register_group(name: str, group: dist.ProcessGroup) -> None:
     """Let functional collectives find `group` under `name`, which is the same on every rank."""
-    resolve = torch._C._distributed_c10d._resolve_process_group
+    registry: Any = torch._C._distributed_c10d
     with contextlib.suppress(Exception):
-        resolve(name)
-        torch._C._distributed_c10d._unregister_process_group(name)
-    torch._C._distributed_c10d._register_process_group(name, group)
+        registry._resolve_process_group(name)
+        registry._unregister_process_group(name)
+    registry._register_process_group(name, group)
 
 
 @contextlib.contextmanager

@@ -165,13 +165,14 @@ def _sent(op: str, node: fx.Node) -> int:
 
 
 def _ranks(op: str, node: fx.Node) -> int:
+    args: tuple[Any, ...] = node.args
     match op:
         case "all_gather_into_tensor":
-            return int(node.args[1])  # type: ignore[call-overload]
+            return int(args[1])
         case "reduce_scatter_tensor":
-            return int(node.args[2])  # type: ignore[call-overload]
+            return int(args[2])
         case "all_to_all_single":
-            return len(node.args[1])  # type: ignore[arg-type]
+            return len(args[1])
     # all_reduce does not say; the group's name does: autoshard:cpu:data2xtensor2:data
     _, _, shape, axis = str(node.args[-1]).split(":")
     return next(int(part.removeprefix(axis)) for part in shape.split("x") if part.startswith(axis))
@@ -203,5 +204,3 @@ def _last_use(node: fx.Node, order: dict[fx.Node, int]) -> int:
         again = user.target in CHEAP_VIEWS or (TAG in user.meta and tag(user).role is Role.PARAM_GATHER)
         last = max(last, _last_use(user, order) if again else order[user])
     return last
-
-

@@ -39,25 +39,27 @@ class ByteText:
     Args:
         text: uint8 (bytes,).
         sequence: bytes per sample.
-        stride: bytes from one window to the next; the default leaves no gap and no overlap.
+        most: no more than this many samples, spread evenly over the text; None takes all of it, window by window.
     """
 
-    def __init__(self, text: Tensor, sequence: int, stride: int | None = None) -> None:
+    def __init__(self, text: Tensor, sequence: int, most: int | None = None) -> None:
         if text.dtype != torch.uint8 or text.dim() != 1 or len(text) <= sequence:
             raise ValueError(
                 f"text is {text.dtype} {tuple(text.shape)}; valid: torch.uint8, one dim, more than {sequence} bytes"
             )
         self.text = text
         self.sequence = sequence
-        self.stride = sequence if stride is None else stride
+        windows = (len(text) - 1) // sequence
+        self._length = windows if most is None else min(most, windows)
+        self._stride = sequence if most is None else max(sequence, len(text) // self._length)
 
     def __len__(self) -> int:
-        return (len(self.text) - 1 - self.sequence) // self.stride + 1
+        return self._length
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        window = self.text[index * self.stride :][: self.sequence + 1].long()
+        window = self.text[index * self._stride :][: self.sequence + 1].long()
         return {"x": window[:-1], "y": window[1:]}
 
 
@@ -78,8 +80,7 @@ def stdlib_text(sequence: int = 128, megabytes: float = 10.0, heldout_samples: i
                 f"megabytes={megabytes} leaves {len(text)} bytes of {name} text, not more than sequence={sequence}; "
                 "valid: more megabytes or a shorter sequence"
             )
-    stride = max(sequence, -(-len(heldout) // heldout_samples))
-    splits = ByteText(train, sequence), ByteText(heldout, sequence, stride)
+    splits = ByteText(train, sequence), ByteText(heldout, sequence, heldout_samples)
     return Splits(*splits, baseline=("byte bigram", lambda: bigram_loss(*splits)))
 
 

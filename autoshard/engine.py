@@ -77,7 +77,7 @@ class Training:
         return sum(e.seconds for e in self.executables.values())
 
     def snapshot(self, phase: str, after: str | None) -> Program:
-        stage = after or next(reversed(self.snapshots))
+        stage = after or list(self.snapshots)[-1]
         if stage not in self.snapshots:
             raise ValueError(f"no pass {stage!r}; valid: {', '.join(self.snapshots)}")
         program = self.snapshots[stage]
@@ -110,9 +110,7 @@ class Engine:
 
     # ---------------------------------------------------------------- building
 
-    def build_training(
-        self, captured: Captured, spec: BatchSpec, context: PassContext, *, without: frozenset[str] = frozenset()
-    ) -> Training:
+    def build_training(self, captured: Captured, spec: BatchSpec, context: PassContext) -> Training:
         graphs = {"micro": captured.graph}
         if captured.weighted:
             graphs["prologue"] = _counts_only(captured)
@@ -121,7 +119,7 @@ class Engine:
         def watch(name: str, program: Program) -> None:
             snapshots[name] = _copied(program)
 
-        program = run_passes(Program(graphs), context, without=without, watch=watch)
+        program = run_passes(Program(graphs), context, watch=watch)
         self.runtime.agree(f"program {Program(program.graphs)}")
         executables = {
             name: Executable(graph.signature, *compile_graph(name, graph, self.plan.backend, self.runtime))
@@ -232,7 +230,9 @@ class Engine:
                 case Kind.BATCH:
                     args.append(next(batch))
                 case Kind.WEIGHT:
-                    args.append(next(given) if weights is not None else torch.ones((), dtype=port.dtype, device=rng.device))
+                    args.append(
+                        next(given) if weights is not None else torch.ones((), dtype=port.dtype, device=rng.device)
+                    )
                 case Kind.RNG:
                     args.append(rng)
                 case Kind.CONSTANT:
@@ -309,7 +309,7 @@ class Engine:
     # ---------------------------------------------------------------- metrics
 
     def _metrics(self, training: Training, values: Mapping[Port, Tensor]) -> Metrics:
-        found = {(p.kind, p.name): v for p, v in values.items() if p.kind in (Kind.LOSS, Kind.EXTRA)}
+        found: dict[tuple[Kind, str], Tensor] = {(p.kind, p.name): v for p, v in values.items()}
         captured, count = training.captured, self.plan.accumulate
         losses = list(_means(Kind.LOSS, captured.terms, found, count))
         metrics = {"loss": _total([total / n for total, n in losses])}
@@ -347,7 +347,8 @@ class Engine:
             evaluation = step.evaluation_program(piece, compiled=compiled)
             outputs = self._run_evaluation(evaluation, state, piece)
             ports = evaluation.executable.signature.outputs
-            found = {(p.kind, p.name): v for p, v in zip(ports, outputs, strict=True)}
+            found: dict[tuple[Kind, str], Tensor] = {}
+            found.update({(p.kind, p.name): v for p, v in zip(ports, outputs, strict=True)})
             captured = evaluation.captured
             names = [("loss", i, t) for i, t in enumerate(captured.terms)]
             names += [(t.name, i, t) for i, t in enumerate(captured.extras)]
@@ -398,7 +399,9 @@ class Engine:
     def _gathered(self, rest: Any) -> Any:
         """Every rank's rows, in rank order, on every rank."""
         parts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, pytree.tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, rest), group=self.runtime.control)
+        dist.all_gather_object(
+            parts, pytree.tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, rest), group=self.runtime.control
+        )
 
         def joined(*leaves: Any) -> Any:
             first = leaves[0]

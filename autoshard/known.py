@@ -36,9 +36,9 @@ class KnownValues(compat.TorchDispatchMode):
                 self._known = WeakTensorKeyDictionary()  # an alias may have changed: forget, never be wrong
             return result
         random = torch.Tag.nondeterministic_seeded in func.tags
-        if known and not random and isinstance(result, torch.Tensor) and result.numel() <= _LARGEST:
-            if tensors or func.namespace == "aten":
-                self._known[result] = self._compute(func, args, kwargs)
+        wanted = isinstance(result, torch.Tensor) and result.numel() <= _LARGEST and func.namespace == "aten"
+        if known and not random and wanted:
+            self._known[result] = self._compute(func, args, kwargs)
         return result
 
     def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -33,7 +33,7 @@ class PassContext:
     axes: tuple[Axis, ...]
     binding: Binding | None = None
     schedule: Callable[[torch.Tensor], torch.Tensor] | None = None
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @property
     def data(self) -> int | None:
@@ -70,44 +70,34 @@ def pass_list() -> list[tuple[str, Pass]]:
     ]
 
 
-# What a later pass cannot do without; switching one of these off is refused.
-_REQUIRED = {"canonicalize", "place", "lower", "update", "accumulate"}
-
-
 def run_passes(
     program: Program,
     context: PassContext,
     *,
-    without: frozenset[str] = frozenset(),
     watch: Callable[[str, Program], None] | None = None,
 ) -> Program:
-    """Run the list.
+    """Run the list, less what plan.without names.
 
     Args:
-        without: names of passes to switch off (`zero` runs the plan as stage 0).
         watch: told every program as it stands after each pass, "capture" first.
 
     Raises:
-        ValueError: a name in `without` is no pass, or one that the others need.
         VerifyError: an invariant does not hold after a pass.
     """
     from autoshard.verify import check_program
 
-    names = [name for name, _ in pass_list()]
-    for name in without:
-        if name not in names or name in _REQUIRED:
-            allowed = [n for n in names if n not in _REQUIRED]
-            raise ValueError(f"pass {name!r} cannot be switched off; valid: {', '.join(allowed)}")
     dump = os.environ.get("AUTOSHARD_DUMP")
     _report(0, "capture", program, dump, watch)
     for number, (name, run) in enumerate(pass_list(), start=1):
-        if name in without:
+        if name in context.plan.without:
             continue
         started = time.perf_counter()
         before = _sizes(program)
         program = run(program, context)
         check_program(program, context, name)
-        summary = ", ".join(f"{graph} {before.get(graph, 0)} -> {size} nodes" for graph, size in _sizes(program).items())
+        summary = ", ".join(
+            f"{graph} {before.get(graph, 0)} -> {size} nodes" for graph, size in _sizes(program).items()
+        )
         program = program.with_record(PassRecord(name, time.perf_counter() - started, summary))
         _report(number, name, program, dump, watch)
     return program

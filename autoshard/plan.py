@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -40,7 +40,9 @@ class Mesh:
 
     def __post_init__(self) -> None:
         for name, size in self.axes:
-            _check("Mesh", name, size, _is_int(size) and (size >= 1 or size == -1), "an integer >= 1, or -1 for the rest")
+            _check(
+                "Mesh", name, size, _is_int(size) and (size >= 1 or size == -1), "an integer >= 1, or -1 for the rest"
+            )
         free = [name for name, size in self.axes if size == -1]
         if len(free) > 1:
             raise PlanError(f"Mesh has -1 on {' and '.join(free)}; valid: -1 on at most one axis")
@@ -125,6 +127,7 @@ class Zero:
             )
 
 
+_OPTIONAL_PASSES = ("zero",)
 _LATER = {
     "precision": ("model", ("fp32", "bf16", "fp16")),
     "recompute": ("none", ("blocks", "full")),
@@ -146,6 +149,7 @@ class Plan:
         device: "cuda" or "cpu"; None takes CUDA where there is one.
         max_compiles: programs a step may compile for different batch shapes before it refuses another.
         seed: of every random number: dropout, and the initialisation of a model given as a callable.
+        without: names of passes to switch off, for finding a fault; "zero" runs the plan as stage 0.
 
     Raises:
         PlanError: a value is not valid; the message names the field, what was found and what is valid.
@@ -161,6 +165,7 @@ class Plan:
     device: str | None = None
     max_compiles: int = 8
     seed: int = 0
+    without: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -175,6 +180,7 @@ class Plan:
         device: str | torch.device | None = None,
         max_compiles: int = 8,
         seed: int = 0,
+        without: Sequence[str] = (),
     ) -> None:
         values = {
             "mesh": _as_knob("mesh", Mesh, {} if mesh is None else mesh),
@@ -182,11 +188,12 @@ class Plan:
             "precision": precision,
             "recompute": recompute,
             "accumulate": accumulate,
-            "clip_norm": float(clip_norm) if _is_int(clip_norm) else clip_norm,
+            "clip_norm": float(clip_norm) if isinstance(clip_norm, int) and _is_int(clip_norm) else clip_norm,
             "backend": backend,
             "device": str(device) if isinstance(device, torch.device) else device,
             "max_compiles": max_compiles,
             "seed": seed,
+            "without": (without,) if isinstance(without, str) else tuple(without),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -205,7 +212,9 @@ class Plan:
                     f"Plan.mesh has {axis}={self.mesh.axis(axis)}, which this version cannot do yet; "
                     f"valid: {axis}=1 (use the data axis with zero=1..3)"
                 )
-        check("Plan", "accumulate", self.accumulate, _is_int(self.accumulate) and self.accumulate >= 1, "an integer >= 1")
+        check(
+            "Plan", "accumulate", self.accumulate, _is_int(self.accumulate) and self.accumulate >= 1, "an integer >= 1"
+        )
         clip = self.clip_norm
         clip_ok = clip is None or (isinstance(clip, float) and 0 < clip < math.inf)
         check("Plan", "clip_norm", clip, clip_ok, "a positive finite number, or None")
@@ -213,7 +222,14 @@ class Plan:
         check("Plan", "device", self.device, _valid_device(self.device), "None, 'cpu' or 'cuda'")
         compiles = self.max_compiles
         check("Plan", "max_compiles", compiles, _is_int(compiles) and compiles >= 1, "an integer >= 1")
-        check("Plan", "seed", self.seed, _is_int(self.seed) and 0 <= self.seed < 2**63, "an integer from 0 to 2**63 - 1")
+        check(
+            "Plan", "seed", self.seed, _is_int(self.seed) and 0 <= self.seed < 2**63, "an integer from 0 to 2**63 - 1"
+        )
+        for name in self.without:
+            valid = f"passes that the others do not need: {', '.join(_OPTIONAL_PASSES)}"
+            check("Plan", "without", name, name in _OPTIONAL_PASSES, valid)
+        if "zero" in self.without:
+            object.__setattr__(self, "zero", Zero(stage=0))
 
 
 def _valid_device(device: object) -> bool:

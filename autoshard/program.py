@@ -7,6 +7,7 @@ guess from names or operators.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import enum
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -152,7 +153,7 @@ class Graph:
 
     def output_nodes(self) -> list[Any]:
         output = next(iter(reversed(self.module.graph.nodes)))
-        return list(output.args[0])  # type: ignore[arg-type]
+        return list(output.args[0])
 
 
 @dataclass(frozen=True)
@@ -176,6 +177,11 @@ class Program:
 
     def with_record(self, record: PassRecord) -> Program:
         return dataclasses.replace(self, history=(*self.history, record))
+
+    def diff(self, later: Program) -> str:
+        """What changed between this program and a later one, as a unified diff of their texts."""
+        before, after = (str(Program(program.graphs)).splitlines() for program in (self, later))
+        return "\n".join(difflib.unified_diff(before, after, "before", "after", lineterm="", n=1))
 
     def __str__(self) -> str:
         lines = [f"# pass {r.name}: {r.seconds * 1e3:.0f} ms, {r.summary}" for r in self.history]

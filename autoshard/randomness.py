@@ -73,7 +73,9 @@ uniform_op = torch.ops.autoshard.uniform.default
 
 
 @torch.library.register_fake("autoshard::uniform", lib=_library)
-def _uniform_fake(key: Tensor, call: int, shape: Any, dtype: Any, coordinates: Any, dims: Any, outers: Any, ranks: Any) -> Tensor:
+def _uniform_fake(
+    key: Tensor, call: int, shape: Any, dtype: Any, coordinates: Any, dims: Any, outers: Any, ranks: Any
+) -> Tensor:
     local = list(shape)
     for dim, n in zip(dims, ranks, strict=True):
         local[dim] //= n

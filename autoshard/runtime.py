@@ -95,7 +95,9 @@ def ensure_process_group(device: torch.device) -> None:
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend)
     else:
-        store = dist.FileStore(os.path.join(tempfile.mkdtemp(prefix="autoshard-"), "store"), 1)
+        store: dist.Store = torch.distributed.FileStore(  # type: ignore[attr-defined]
+            os.path.join(tempfile.mkdtemp(prefix="autoshard-"), "store"), 1
+        )
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
 
 
@@ -146,7 +148,9 @@ def _control_group(device: torch.device) -> dist.ProcessGroup | None:
         return None
     world = id(dist.group.WORLD)
     if world not in _control_groups:
-        _control_groups[world] = dist.new_group(backend="gloo")
+        group = dist.new_group(backend="gloo")
+        assert isinstance(group, dist.ProcessGroup)
+        _control_groups[world] = group
     return _control_groups[world]
 
 

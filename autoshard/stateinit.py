@@ -175,4 +175,3 @@ def full_state_dict(state: State, source: Source) -> Iterator[tuple[str, Tensor]
     """The model's state_dict, one whole tensor at a time, tied weights under every name."""
     for name in source.modules.model.state_dict():
         yield name, state.full(source.aliases.get(name, name))
-

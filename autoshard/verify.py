@@ -45,9 +45,7 @@ def _check_signature(name: str, graph: Graph, after: str) -> None:
             f"after {after}, graph {name} has {len(inputs)} inputs and {len(outputs)} outputs, its signature "
             f"{len(graph.signature.inputs)} and {len(graph.signature.outputs)}"
         )
-    finals = [
-        (port.kind, port.name) for port in graph.signature.outputs if port.kind in (Kind.BUFFER, Kind.GRADIENT)
-    ]
+    finals = [(port.kind, port.name) for port in graph.signature.outputs if port.kind in (Kind.BUFFER, Kind.GRADIENT)]
     if len(set(finals)) != len(finals):
         raise VerifyError(f"after {after}, graph {name} returns a state value twice: {finals}")
     written = [n.args[0] for n in graph.module.graph.nodes if n.target is torch.ops.aten.copy_.default]
@@ -95,6 +93,10 @@ def _check_collectives(name: str, graph: Graph, after: str) -> None:
         if target is torch.ops._c10d_functional.wait_tensor.default:
             continue
         if any(user.target is not torch.ops._c10d_functional.wait_tensor.default for user in node.users):
-            raise VerifyError(f"after {after}, graph {name}: {node.name} is used before it is awaited\n{_excerpt(graph, node)}")
+            raise VerifyError(
+                f"after {after}, graph {name}: {node.name} is used before it is awaited\n{_excerpt(graph, node)}"
+            )
         if tag(node).role is None:
-            raise VerifyError(f"after {after}, graph {name}: collective {node.name} has no role\n{_excerpt(graph, node)}")
+            raise VerifyError(
+                f"after {after}, graph {name}: collective {node.name} has no role\n{_excerpt(graph, node)}"
+            )

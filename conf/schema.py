@@ -80,7 +80,7 @@ class Config:
     schedule: dict[str, Any] | None = None
     loss: str | None = "autoshard.tasks.next_token"
     global_batch: int = 16
-    steps: int = 500
+    steps: int = 400
     log_every: int = 10
     evaluate_every: int = 100
     evaluate_samples: int = 256

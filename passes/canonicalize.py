@@ -77,12 +77,13 @@ def _canonical(graph: Graph, context: PassContext) -> Graph:
             module.graph.erase_node(node)
     for node in module.graph.nodes:
         target = node.target
-        if isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags:
-            if target.namespace != "autoshard" and _argument(node, "dropout_p") != 0:
-                raise CaptureError(
-                    f"{tag(node).module or 'the loss'} draws random numbers with {target}, for which there is no "
-                    "counter-based form; use torch.rand*, torch.randn*, torch.bernoulli or dropout"
-                )
+        if not isinstance(target, torch._ops.OpOverload) or target.namespace == "autoshard":
+            continue
+        if torch.Tag.nondeterministic_seeded in target.tags and _argument(node, "dropout_p") != 0:
+            raise CaptureError(
+                f"{tag(node).module or 'the loss'} draws random numbers with {target}, for which there is no "
+                "counter-based form; use torch.rand*, torch.randn*, torch.bernoulli or dropout"
+            )
     clean(module)
     return Graph(module, graph.signature)
 
@@ -196,14 +197,16 @@ def _batch_norm_gradient(
     else:
         assert running_var is not None
         mean, rstd = _channel(running_mean, x), _channel((running_var + eps).rsqrt(), x)
-    assert mean is not None and rstd is not None
+    assert mean is not None
+    assert rstd is not None
     normal = (x - mean) * rstd
     # Both sums in one tensor, so that they are reduced by one collective.
     sums = torch.stack([gradient.sum(dims), (gradient * normal).sum(dims)])
     scale = rstd if weight is None else rstd * _channel(weight, x)  # type: ignore[operator]
     if training:
         shift, slope = _channel(sums[0], x), _channel(sums[1], x)
-        assert shift is not None and slope is not None
+        assert shift is not None
+        assert slope is not None
         dx = (gradient - shift / n - normal * (slope / n)) * scale
     else:
         dx = gradient * scale
@@ -221,4 +224,3 @@ _OWN: dict[Any, Callable[..., Any]] = {
     aten._native_batch_norm_legit.no_stats: _batch_norm_without_statistics,
     aten.native_batch_norm_backward.default: _batch_norm_gradient,
 }
-

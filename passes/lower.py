@@ -80,14 +80,20 @@ class _Lowering(fx.Interpreter):
         return result
 
     def _redistribute(self, n: fx.Node, x: Tensor) -> Tensor:
-        _, axis, source, target = n.args
+        arguments: tuple[Any, ...] = n.args
+        _, axis, source, target = arguments
         before = tag(n.args[0]).placements[0]  # type: ignore[arg-type]
         size = list(n.meta["val"].shape)
         for i, (placement, other) in enumerate(zip(before, self.context.axes, strict=True)):
             if i != axis:
                 size = list(collectives.local_shape(tuple(size), placement, other.ranks))
         return collectives.redistribute(
-            x, self.context.axes[axis], source, target, tuple(size), self.coordinates[axis]  # type: ignore[index,arg-type]
+            x,
+            self.context.axes[axis],
+            source,
+            target,
+            tuple(size),
+            self.coordinates[axis],
         )
 
     def _uniform(self, n: fx.Node, args: Any) -> Tensor:

@@ -196,11 +196,10 @@ def _write(graph: Graph, inputs: tuple[Port, ...], choices: list[_Choice], conte
     final = []
     output = nodes[-1]
     for value, port in zip(output.args[0], graph.signature.outputs, strict=True):
-        placements = tag(value).placements[0]
-        target = tuple(_leaving(port, p) for p in placements)
+        leaving = tuple(_leaving(port, p) for p in tag(value).placements[0])
         for axis in range(len(choices)):
-            value = _moved(value, axis, target[axis], output, made)
-        final.append((value, port.at(target)))
+            value = _moved(value, axis, leaving[axis], output, made)
+        final.append((value, port.at(leaving)))
     output.args = (tuple(value for value, _ in final),)
     return tuple(port for _, port in final)
 
@@ -247,14 +246,14 @@ def _moved(
     if key not in made:
         graph = source.graph
         with graph.inserting_before(before):
-            node = graph.call_function(redistribute, (source, axis, placements[axis], target))
+            node = graph.call_function(redistribute, (source, axis, placements[axis], target))  # type: ignore[arg-type]
         node.meta["val"] = source.meta["val"]
         after = tuple(target if i == axis else p for i, p in enumerate(placements))
         role = Role.ACTIVATION_REDUCE if isinstance(placements[axis], Partial) else Role.ACTIVATION_GATHER
         if isinstance(placements[axis], Replicate):
             role = None  # type: ignore[assignment]
-        node.meta[TAG] = Tag(tag(before).phase if TAG in before.meta else tag(source).phase, tag(source).module, role, (after,))
+        node.meta[TAG] = Tag(
+            tag(before).phase if TAG in before.meta else tag(source).phase, tag(source).module, role, (after,)
+        )
         made[key] = node
     return made[key]
-
-

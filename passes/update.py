@@ -192,4 +192,3 @@ class _Epilogue:
 
     def _stamp(self, name: str, role: Role | None = None) -> None:
         stamp(compat.traced_graph(), Tag(Phase.UPDATE, name.rpartition(".")[0], role))
-

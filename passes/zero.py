@@ -25,7 +25,6 @@ from autoshard.retrace import clean
 from autoshard.rules.table import CHEAP_VIEWS
 
 
-
 def shard_of(shape: tuple[int, ...], ranks: int, plan: Plan) -> Placement:
     """How a parameter of `shape` is split over `ranks`: the first dim that divides, else the least padding.
 
@@ -97,12 +96,15 @@ class _Rewrite:
             graph = node.graph
             made: dict[fx.Node, fx.Node] = {}
             with graph.inserting_before(first):
-                gathered = graph.call_function(redistribute, (node, self.axis, at_rest, REPLICATE))
+                gathered = graph.call_function(redistribute, (node, self.axis, at_rest, REPLICATE))  # type: ignore[arg-type]
                 gathered.meta["val"] = node.meta["val"]
                 owner = tag(first) if TAG in first.meta else tag(node)
                 phase = owner.phase
                 gathered.meta[TAG] = owner.but(
-                    phase=Phase.INPUT_GRADIENT if phase.backward else phase, role=Role.PARAM_GATHER, placements=whole, rule=""
+                    phase=Phase.INPUT_GRADIENT if phase.backward else phase,
+                    role=Role.PARAM_GATHER,
+                    placements=whole,
+                    rule="",
                 )
                 self.order[gathered] = self.order[first]
                 made[node] = gathered
@@ -144,7 +146,7 @@ class _Rewrite:
 
     def _reduce(self) -> tuple[Port, ...]:
         output = next(iter(reversed(self.graph.module.graph.nodes)))
-        values, ports = list(output.args[0]), list(self.graph.signature.outputs)  # type: ignore[arg-type]
+        values, ports = self.graph.output_nodes(), list(self.graph.signature.outputs)
         for i, (value, port) in enumerate(zip(values, ports, strict=True)):
             if port.kind is not Kind.GRADIENT:
                 continue
@@ -158,10 +160,10 @@ class _Rewrite:
                 reduced.meta["val"] = value.meta["val"]
                 placements = self._with(port.placements, target)
                 role = Role.GRAD_REDUCE if isinstance(now, Partial) else None
-                reduced.meta[TAG] = tag(value).but(role=role, placements=(placements,), rule="", phase=Phase.WEIGHT_GRADIENT)
+                reduced.meta[TAG] = tag(value).but(
+                    role=role, placements=(placements,), rule="", phase=Phase.WEIGHT_GRADIENT
+                )
                 values[i] = reduced
             ports[i] = port.at(self._with(port.placements, target))
         output.args = (tuple(values),)
         return tuple(ports)
-
-

@@ -356,7 +356,16 @@ def test_a_sample_of_text_predicts_each_next_byte_and_windows_meet() -> None:
         ([0, 1, 2, 3, 4], [1, 2, 3, 4, 5]),
         ([5, 6, 7, 8, 9], [6, 7, 8, 9, 10]),
     ]
-    assert len(ByteText(torch.zeros(2001, dtype=torch.uint8), sequence=5, stride=100)) == 20
+
+
+@pytest.mark.parametrize("most", [1, 7, 399, 400, 1000])
+def test_a_limited_text_spreads_its_windows_evenly_and_has_them_whole(most: int) -> None:
+    text = ByteText((torch.arange(2001) % 251).to(torch.uint8), sequence=5, most=most)
+    assert len(text) == min(most, 400)
+    assert all(text[i]["y"].shape == (5,) for i in range(len(text)))
+    firsts = [text[i]["x"][0].item() for i in range(len(text))]
+    gaps = {(b - a) % 251 for a, b in itertools.pairwise(firsts)}
+    assert len(gaps) <= 1
 
 
 def test_the_bigram_loss_equals_counting_by_hand() -> None:

@@ -295,7 +295,8 @@ def _expanded(op: Op) -> Labels | None:
     assert y is not None
     offset = y.dim() - x.dim()
     names = "".join(
-        LETTERS[d] if d >= offset and x.shape[d - offset] == y.shape[d] and y.shape[d] > 1 else "." for d in range(y.dim())
+        LETTERS[d] if d >= offset and x.shape[d - offset] == y.shape[d] and y.shape[d] > 1 else "."
+        for d in range(y.dim())
     )
     return Labels((names[offset:],), ((names, ""),))
 
@@ -323,7 +324,9 @@ def _indexed(op: Op) -> Labels | None:
     x = op.inputs[0]
     indices = op.arg(1)
     where = [d for d, index in enumerate(indices) if index is not None]
-    if where != list(range(where[0], where[-1] + 1)) or any(op.inputs[i + 1].dtype == torch.bool for i in range(len(where))):
+    if where != list(range(where[0], where[-1] + 1)) or any(
+        op.inputs[i + 1].dtype == torch.bool for i in range(len(where))
+    ):
         return None
     rank = max(op.inputs[i + 1].dim() for i in range(len(where)))
     shape = torch.broadcast_shapes(*(op.inputs[i + 1].shape for i in range(len(where))))
@@ -375,9 +378,7 @@ TABLE: dict[Any, Rule] = {
     aten.reshape.default: _VIEW,
     aten.t.default: Rule(_permuted(lambda op: list(range(op.inputs[0].dim()))[::-1]), linear=_together(0)),
     aten.transpose.int: Rule(_permuted(_swap), linear=_together(0)),
-    aten.permute.default: Rule(
-        _permuted(lambda op: [d % op.inputs[0].dim() for d in op.arg(1)]), linear=_together(0)
-    ),
+    aten.permute.default: Rule(_permuted(lambda op: [d % op.inputs[0].dim() for d in op.arg(1)]), linear=_together(0)),
     aten.squeeze.default: Rule(_without(_squeezed), linear=_together(0)),
     aten.squeeze.dim: Rule(_without(_squeezed), linear=_together(0)),
     aten.squeeze.dims: Rule(_without(_squeezed), linear=_together(0)),
@@ -429,7 +430,9 @@ TABLE: dict[Any, Rule] = {
     aten.mm.default: Rule(_fixed("mk, kn -> mn/k")),
     aten.bmm.default: Rule(_fixed("bmk, bkn -> bmn/k")),
     aten.addmm.default: Rule(
-        lambda op: parse(f"{'n' if op.inputs[0].dim() == 1 and op.inputs[0].shape[0] > 1 else _dots(op.inputs[0])}, m., .n -> mn")
+        lambda op: parse(
+            f"{'n' if op.inputs[0].dim() == 1 and op.inputs[0].shape[0] > 1 else _dots(op.inputs[0])}, m., .n -> mn"
+        )
     ),
     aten.baddbmm.default: Rule(
         lambda op: Labels(
