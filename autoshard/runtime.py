@@ -95,10 +95,8 @@ def ensure_process_group(device: torch.device) -> None:
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend)
     else:
-        store: dist.Store = torch.distributed.FileStore(  # type: ignore[attr-defined]
-            os.path.join(tempfile.mkdtemp(prefix="autoshard-"), "store"), 1
-        )
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        path = os.path.join(tempfile.mkdtemp(prefix="autoshard-"), "store")
+        dist.init_process_group(backend, init_method=f"file://{path}", rank=0, world_size=1)
 
 
 def _difference(a: str, b: str) -> tuple[str, str]:

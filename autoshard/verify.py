@@ -9,6 +9,7 @@ from torch import fx
 
 from autoshard.errors import VerifyError
 from autoshard.manager import PassContext
+from autoshard.placement import Shard
 from autoshard.program import TAG, Graph, Kind, Program, render, tag
 from autoshard.rules import candidates, rule_of, spread
 
@@ -74,7 +75,7 @@ def _check_placements(name: str, graph: Graph, context: PassContext, after: str)
                 op, rule = op_of(node), rule_of(node.target)
                 placed = tuple(tag(n).placements[0][i] for n in tensor_inputs(node))
                 rows = list(candidates(rule, op, placed, axis.ranks))
-                if rule is not None and len(outputs) == 1 and hasattr(outputs[0], "outer"):
+                if rule is not None and len(outputs) == 1 and isinstance(outputs[0], Shard):
                     made = spread(rule, op, 0, outputs[0], True, axis.ranks)
                     rows += [made] if made is not None else []
                 ok = any(row.inputs == placed and row.outputs == outputs for row in rows)
