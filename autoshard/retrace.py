@@ -75,9 +75,12 @@ def default_tag(graph: Graph) -> Tag:
 
 
 def clean(module: fx.GraphModule) -> None:
-    """Drop what nothing uses, keep placeholders and writes into inputs, check and recompile."""
-    module.graph.eliminate_dead_code(
-        lambda node: node.op in ("placeholder", "output") or node.target is torch.ops.aten.copy_.default
-    )
+    """Drop what nothing uses, keep placeholders and in-place ops, check and recompile."""
+
+    def kept(node: fx.Node) -> bool:
+        mutates = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+        return mutates or node.op in ("placeholder", "output")
+
+    module.graph.eliminate_dead_code(kept)
     module.graph.lint()
     module.recompile()

@@ -12,13 +12,14 @@ After: batch norm is sums, losses are gathers and sums, means are sums over coun
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from autoshard import compat, randomness
+from autoshard import compat, ops, randomness
 from autoshard.errors import CaptureError
 from autoshard.manager import PassContext
 from autoshard.program import Graph, Kind, Program, tag
@@ -69,6 +70,9 @@ def canonicalize(program: Program, context: PassContext) -> Program:
 def _canonical(graph: Graph, context: PassContext) -> Graph:
     table = compat.torch_decompositions(_BY_TORCH)
     table.update(_OWN)
+    ranks = 1 if context.data is None else context.axes[context.data].ranks
+    table[aten._native_batch_norm_legit_functional.default] = functools.partial(_batch_norm, ranks)
+    table[aten._native_batch_norm_legit.no_stats] = functools.partial(_batch_norm_without_statistics, ranks)
     graph = _retrace_with_key(graph, table)
     module = graph.module
     for node in list(module.graph.nodes):
@@ -130,12 +134,26 @@ def _mean_dim(x: Tensor, dim: Any, keepdim: bool = False, *, dtype: torch.dtype 
     return total / (x.numel() // max(total.numel(), 1))
 
 
-def _statistics(x: Tensor) -> tuple[Tensor, Tensor, list[int], int]:
-    """Mean and biased variance over all dims but 1, kept as (1, C, 1, ...)."""
-    dims = [d for d in range(x.dim()) if d != 1]
+def _statistics(x: Tensor, ranks: int) -> tuple[Tensor, Tensor, int]:
+    """Mean and biased variance over all dims but 1, kept as (1, C, 1, ...), and how many values each is of.
+
+    The batch is seen as one part per data rank; the parts' (mean, M2) become whole in one collective and are
+    combined by the parallel form of Chan, Golub and LeVeque (1979), which does not cancel.
+    """
     n = x.numel() // x.shape[1]
-    mean = x.sum(dims, keepdim=True) / n
-    return mean, (x - mean).square().sum(dims, keepdim=True) / n, dims, n
+    parts = ranks if x.shape[0] % ranks == 0 else 1
+    split = x.unflatten(0, (parts, -1))
+    dims = [d for d in range(split.dim()) if d not in (0, 2)]
+    each = split.sum(dims, keepdim=True) / (n // parts)
+    spread = (split - each).square().sum(dims)
+    both = torch.stack([each.flatten(1), spread], 1)
+    if parts > 1:
+        both = ops.whole(both)
+    means, spreads = both[:, 0], both[:, 1]
+    mean = means.sum(0) / parts
+    variance = (spreads.sum(0) + (means - mean).square().sum(0) * (n // parts)) / n
+    shape = (1, -1, *[1] * (x.dim() - 2))
+    return mean.view(shape), variance.view(shape), n
 
 
 def _channel(t: Tensor | None, x: Tensor) -> Tensor | None:
@@ -143,6 +161,7 @@ def _channel(t: Tensor | None, x: Tensor) -> Tensor | None:
 
 
 def _batch_norm(
+    ranks: int,
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -155,7 +174,7 @@ def _batch_norm(
     """Batch norm (arXiv:1502.03167) over the global batch; also returns the new running statistics."""
     new_mean, new_var = running_mean, running_var
     if training or running_mean is None or running_var is None:
-        mean, variance, _, n = _statistics(x)
+        mean, variance, n = _statistics(x, ranks)
         if running_mean is not None and running_var is not None:
             unbiased = variance.flatten() * (n / max(n - 1, 1))
             new_mean = running_mean * (1 - momentum) + mean.flatten() * momentum
@@ -173,9 +192,10 @@ def _batch_norm(
 
 
 def _batch_norm_without_statistics(
+    ranks: int,
     x: Tensor, weight: Tensor | None, bias: Tensor | None, training: bool, momentum: float, eps: float
 ) -> tuple[Tensor | None, ...]:
-    return _batch_norm(x, weight, bias, None, None, True, momentum, eps)[:3]
+    return _batch_norm(ranks, x, weight, bias, None, None, True, momentum, eps)[:3]
 
 
 def _batch_norm_gradient(
@@ -220,7 +240,5 @@ def _batch_norm_gradient(
 _OWN: dict[Any, Callable[..., Any]] = {
     aten.mean.default: _mean,
     aten.mean.dim: _mean_dim,
-    aten._native_batch_norm_legit_functional.default: _batch_norm,
-    aten._native_batch_norm_legit.no_stats: _batch_norm_without_statistics,
     aten.native_batch_norm_backward.default: _batch_norm_gradient,
 }

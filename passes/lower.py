@@ -19,6 +19,7 @@ from autoshard import collectives, compat
 from autoshard.errors import VerifyError
 from autoshard.manager import PassContext
 from autoshard.passes.place import op_outputs, redistribute
+from autoshard.ops import whole
 from autoshard.placement import Shard
 from autoshard.program import TAG, Graph, Kind, Placements, Port, Program, Signature, tag
 from autoshard.randomness import uniform_op
@@ -70,6 +71,8 @@ class _Lowering(fx.Interpreter):
             result = self._redistribute(n, args[0])
         elif n.target is uniform_op:
             result = self._uniform(n, args)
+        elif n.target is whole:
+            result = args[0] * 1  # a value of its own, which the compiler fuses away
         elif n.target in _VIEWS:
             # A collective may have left other strides than the global program had.
             result = torch.reshape(args[0], self._localize(n, list(args))[1])

@@ -22,6 +22,7 @@ from torch import Tensor, fx
 
 from autoshard import collectives
 from autoshard.manager import PassContext
+from autoshard.ops import whole
 from autoshard.placement import REPLICATE, Partial, Placement, Replicate, Shard
 from autoshard.program import TAG, Graph, Kind, Placements, Port, Program, Role, Tag, tag
 from autoshard.randomness import uniform_op
@@ -150,7 +151,7 @@ class _Chooser:
         sharded = any(not isinstance(p, Replicate) for p in (*best.inputs, *best.outputs))
         name = "table" if sharded else ("whole" if had_rule else "replicated")
         if not sharded and any(isinstance(p, Shard) for p in placed):
-            name = "replicated"
+            name = "gathered on purpose" if node.target is whole else "replicated"
         return best, name
 
     def _settle(self, node: fx.Node, wanted: Placement | None) -> None:

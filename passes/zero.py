@@ -71,6 +71,7 @@ class _Rewrite:
         self.axis = context.data
         self.ranks = context.axes[self.axis].ranks
         self.order = {node: i for i, node in enumerate(graph.module.graph.nodes)}
+        self.needed = self._all_uses()
 
     def run(self) -> Graph:
         inputs = list(self.graph.signature.inputs)
@@ -133,16 +134,38 @@ class _Rewrite:
         return found
 
     def _groups(self, uses: list[tuple[fx.Node, fx.Node]]) -> list[list[tuple[fx.Node, fx.Node]]]:
-        """Uses in order, split between forward and backward and between far-apart modules."""
+        """Uses in order, split between forward and backward and where keeping costs more than gathering again.
+
+        Between two uses that is so when the program needs more bytes of other parameters than this one has.
+        """
         groups: list[list[tuple[fx.Node, fx.Node]]] = []
-        last: tuple[bool, str] | None = None
+        last: fx.Node | None = None
         for user, source in sorted(uses, key=lambda use: self.order[use[0]]):
-            where = (tag(user).phase.backward, tag(user).module) if TAG in user.meta else (True, "output")
-            if where != last:
+            if last is None or self._backward(last) != self._backward(user) or self._far(last, user, source):
                 groups.append([])
             groups[-1].append((user, source))
-            last = where
+            last = user
         return groups
+
+    @staticmethod
+    def _backward(user: fx.Node) -> bool:
+        return tag(user).phase.backward if TAG in user.meta else True
+
+    def _far(self, first: fx.Node, second: fx.Node, source: fx.Node) -> bool:
+        start, stop = self.order[first], self.order[second]
+        between = {name: size for at, name, size in self.needed if start < at < stop}
+        value = source.meta["val"]
+        return sum(between.values()) > 2 * value.numel() * value.element_size()
+
+    def _all_uses(self) -> list[tuple[int, str, int]]:
+        """(position, parameter, bytes) of every use of a parameter in the graph."""
+        found = []
+        for node, port in zip(self.graph.placeholders(), self.graph.signature.inputs, strict=True):
+            if port.kind is Kind.PARAMETER:
+                value = node.meta["val"]
+                size = value.numel() * value.element_size()
+                found += [(self.order[user], port.name, size) for user, _ in self._uses(node, node)]
+        return found
 
     def _reduce(self) -> tuple[Port, ...]:
         output = next(iter(reversed(self.graph.module.graph.nodes)))

@@ -26,6 +26,8 @@ from tests.multirank.test_zoo import EXCEPTIONS, cost_complaints
 from tests.multirank.zoo_run import Combination, Errors, Measured
 from tests.zoo import CASES
 
+_COLUMNS = ("model", "stage", "backend", "loss", "gradient", "buffer", "parameter", "FLOPs", "bytes", "sent", "gathers",
+            "init s", "step ms")  # fmt: skip
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -73,8 +75,8 @@ def table(rows: Sequence[Row], command: str, seconds: float) -> str:
         "FLOPs: over global / N (bound 1.05). Bytes: at rest, over what the stage allows (bound 1). Sent: bytes for",
         "parameters and gradients, over the ZeRO paper's (bound 1). Gathers: of activations.",
         "",
-        "| model | stage | backend | loss | gradient | buffer | parameter | FLOPs | bytes | sent | gathers | init s | step ms | |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        f"| {' | '.join(_COLUMNS)} | |",
+        f"|{'---|' * (len(_COLUMNS) + 1)}",
     ]
     lines += [_line(row) for row in rows]
     if failed:

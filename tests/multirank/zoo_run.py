@@ -272,12 +272,13 @@ def allowed_traffic(case: ModelCase, stage: int, ranks: int) -> int:
 
     The ZeRO paper's arithmetic (arXiv:1910.02054, section 7), on a ring: gradients are reduced and updated parameters
     gathered at stages 0 to 2 (an all-reduce is both), parameters are gathered twice at stage 3. What stays whole,
-    such as a scalar, is all-reduced at every stage.
+    such as a scalar, is all-reduced at every stage. A weight with two uses far apart is gathered for each.
     """
     total = 0
+    uses = 2 if case.tags & {"tied", "shared"} else 1
     for parameter in case.model().parameters():
         shard = padded_shard(tuple(parameter.shape), ranks) * parameter.element_size()
-        times = 3 if stage == 3 else 2
+        times = 1 + 2 * uses if stage == 3 else 2
         total += times * shard * (ranks - 1)
     return total
 
