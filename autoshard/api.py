@@ -221,9 +221,10 @@ class Step:
     def _program_for(self, batch: Any, call: str) -> Training:
         """The compiled program for a batch's shapes; made when they are new, within plan.max_compiles."""
         spec = batches.describe(batch)
-        self.runtime.agree(f"{call}\n{self._identity()}\nbatch {spec}")
         if spec in self._training:
+            self.runtime.agree(f"{call}\nbatch {spec}")
             return self._training[spec]
+        self.runtime.agree(f"{call}\nbatch {spec}\n{self._identity()}")
         batches.check_divides(spec, self.plan.accumulate)
         self._check_budget(spec, len(self._training), next(reversed(self._training), None))
         captured = capture_training(

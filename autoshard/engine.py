@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -53,12 +54,12 @@ class Training:
     executables: Mapping[str, Executable]
     snapshots: Mapping[str, Program] = field(repr=False)
 
-    @property
+    @functools.cached_property
     def gradients(self) -> tuple[Port, ...]:
         """Gradient ports as the micro graph leaves them, accumulated or not."""
         return tuple(port for port in self.outcomes if port.kind is Kind.GRADIENT)
 
-    @property
+    @functools.cached_property
     def outcomes(self) -> tuple[Port, ...]:
         """Losses, extras and gradients, in the order of the lowered micro graph's outputs."""
         kinds = (Kind.LOSS, Kind.EXTRA, Kind.GRADIENT)

@@ -84,7 +84,7 @@ def run_passes(
     Raises:
         VerifyError: an invariant does not hold after a pass.
     """
-    from autoshard.verify import check_program
+    from autoshard.invariants import check_program
 
     dump = os.environ.get("AUTOSHARD_DUMP")
     _report(0, "capture", program, dump, watch)

@@ -237,7 +237,36 @@ def _batch_norm_gradient(
     )
 
 
+def _filled(x: Tensor, size: Any, value: Any, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    """A tensor of one value reads nothing of what it is like, so nothing need be gathered for it."""
+    return torch.full(size, value, dtype=dtype or x.dtype, device=x.device)
+
+
+def _filled_like(x: Tensor, value: Any = 0, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    return torch.full(x.shape, value, dtype=dtype or x.dtype, device=x.device)
+
+
+def _of_zeros(x: Tensor, size: Any, **options: Any) -> Tensor:
+    return _filled(x, size, 0, **options)
+
+
+def _of_ones(x: Tensor, size: Any, **options: Any) -> Tensor:
+    return _filled(x, size, 1, **options)
+
+
+def _ones_like(x: Tensor, **options: Any) -> Tensor:
+    return _filled_like(x, 1, **options)
+
+
 _OWN: dict[Any, Callable[..., Any]] = {
+    aten.new_full.default: _filled,
+    aten.new_zeros.default: _of_zeros,
+    aten.new_ones.default: _of_ones,
+    aten.new_empty.default: _of_zeros,
+    aten.full_like.default: _filled_like,
+    aten.zeros_like.default: _filled_like,
+    aten.empty_like.default: _filled_like,
+    aten.ones_like.default: _ones_like,
     aten.mean.default: _mean,
     aten.mean.dim: _mean_dim,
     aten.native_batch_norm_backward.default: _batch_norm_gradient,

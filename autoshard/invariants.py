@@ -1,4 +1,4 @@
-"""Invariants that hold after every pass, and the comparison of a plan with one device."""
+"""Invariants that hold after every pass: see `check_program`."""
 
 from __future__ import annotations
 
