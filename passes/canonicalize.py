@@ -192,8 +192,7 @@ def _batch_norm(
 
 
 def _batch_norm_without_statistics(
-    ranks: int,
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, training: bool, momentum: float, eps: float
+    ranks: int, x: Tensor, weight: Tensor | None, bias: Tensor | None, training: bool, momentum: float, eps: float
 ) -> tuple[Tensor | None, ...]:
     return _batch_norm(ranks, x, weight, bias, None, None, True, momentum, eps)[:3]
 

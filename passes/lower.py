@@ -18,8 +18,8 @@ from torch import Tensor, fx
 from autoshard import collectives, compat
 from autoshard.errors import VerifyError
 from autoshard.manager import PassContext
-from autoshard.passes.place import op_outputs, redistribute
 from autoshard.ops import whole
+from autoshard.passes.place import op_outputs, redistribute
 from autoshard.placement import Shard
 from autoshard.program import TAG, Graph, Kind, Placements, Port, Program, Signature, tag
 from autoshard.randomness import uniform_op
