@@ -39,8 +39,8 @@ class Role(enum.Enum):
     GRAD_REDUCE = "gradient reduce"
     ACTIVATION_REDUCE = "activation reduce"
     ACTIVATION_GATHER = "activation gather"
+    STATISTICS_GATHER = "statistics gather"
     NORM_REDUCE = "gradient-norm reduce"
-    METRIC_REDUCE = "metric reduce"
 
 
 # One placement per mesh axis that is larger than one rank, in mesh order.

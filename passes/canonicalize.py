@@ -13,6 +13,7 @@ After: batch norm is sums, losses are gathers and sums, means are sums over coun
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,7 @@ from autoshard.errors import CaptureError
 from autoshard.manager import PassContext
 from autoshard.program import Graph, Kind, Program, tag
 from autoshard.retrace import clean, retrace
+from autoshard.rules.rewrites import separate_samples
 
 aten = torch.ops.aten
 
@@ -47,10 +49,6 @@ _BY_TORCH = [
     aten.binary_cross_entropy_with_logits,
     aten.soft_margin_loss,
     aten.soft_margin_loss_backward,
-    aten.var,
-    aten.std,
-    aten.var_mean,
-    aten.std_mean,
     aten.linalg_vector_norm,
     aten.norm,
     aten.addcmul,
@@ -105,7 +103,8 @@ def _retrace_with_key(graph: Graph, table: dict[Any, Callable[..., Any]]) -> Gra
     position = next(i for i, _ in graph.signature.find_inputs(Kind.RNG))
     keys: list[Tensor] = []  # the traced key, which exists only once tracing runs
     table = table | randomness.decompositions(lambda: keys[-1])
-    return retrace(graph, table, on_inputs=lambda args: keys.append(args[position]))
+    with separate_samples(graph.module):
+        return retrace(graph, table, on_inputs=lambda args: keys.append(args[position]))
 
 
 def _is_nothing(node: fx.Node) -> bool:
@@ -257,6 +256,74 @@ def _ones_like(x: Tensor, **options: Any) -> Tensor:
     return _filled_like(x, 1, **options)
 
 
+def _squeezed(x: Tensor, dim: Any = None) -> Tensor:
+    """As a view, so that a dim that only the shards have of size 1 stays."""
+    gone = set(range(x.dim())) if dim is None else {d % max(x.dim(), 1) for d in ([dim] if isinstance(dim, int) else dim)}
+    return x.view([size for d, size in enumerate(x.shape) if size != 1 or d not in gone])
+
+
+def _moments(
+    x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Variance and mean by two sums, so that a shard of a reduced dim gives partial sums."""
+    given, x = x.dtype, x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    dims = list(range(x.dim())) if not dim and dim != 0 else [dim] if isinstance(dim, int) else list(dim)
+    count = x.numel() // max(math.prod(s for d, s in enumerate(x.shape) if d not in {i % x.dim() for i in dims}), 1)
+    mean = x.sum(dims, keepdim=True) / count
+    away = x - mean
+    spread = (away * away.conj()).sum(dims, keepdim=keepdim)
+    variance = (spread.real if spread.is_complex() else spread) / max(count - (1 if correction is None else correction), 0)
+    return variance.to(given if not given.is_complex else variance.dtype), (
+        mean if keepdim else x.sum(dims) / count
+    ).to(given)
+
+
+def _var(x: Tensor, dim: Any = None, **options: Any) -> Tensor:
+    return _moments(x, dim, **options)[0] if x.dim() else NotImplemented
+
+
+def _std(x: Tensor, dim: Any = None, **options: Any) -> Tensor:
+    return _moments(x, dim, **options)[0].sqrt() if x.dim() else NotImplemented
+
+
+def _var_mean(x: Tensor, dim: Any = None, **options: Any) -> tuple[Tensor, Tensor]:
+    return _moments(x, dim, **options) if x.dim() else NotImplemented
+
+
+def _std_mean(x: Tensor, dim: Any = None, **options: Any) -> tuple[Tensor, Tensor]:
+    if not x.dim():
+        return NotImplemented
+    variance, mean = _moments(x, dim, **options)
+    return variance.sqrt(), mean
+
+
+def _is_whole(x: Tensor, size: Any, stride: Any, offset: Any) -> bool:
+    """Whether a strided view of a contiguous tensor is all of it in order."""
+    if not x.is_contiguous() or math.prod(size) != x.numel() or (offset or 0) != x.storage_offset():
+        return False
+    expected = 1
+    for length, step in zip(reversed(size), reversed(stride), strict=True):
+        if length != 1 and step != expected:
+            return False
+        expected *= length
+    return True
+
+
+def _strided(x: Tensor, size: Any, stride: Any, offset: Any = None) -> Tensor:
+    return x.view(size) if _is_whole(x, size, stride, offset) else NotImplemented
+
+
+def _strided_write(x: Tensor, source: Tensor, size: Any, stride: Any, offset: Any = None) -> Tensor:
+    return source.reshape(x.shape).to(x.dtype) if _is_whole(x, size, stride, offset) else NotImplemented
+
+
+def _empty_strided(x: Tensor, size: Any, stride: Any, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    """Zeros whose dims lie in memory in the order of `stride`."""
+    order = sorted(range(len(size)), key=lambda d: -stride[d])
+    made = torch.full([size[d] for d in order], 0, dtype=dtype or x.dtype, device=x.device)
+    return made if order == sorted(order) else made.permute([order.index(d) for d in range(len(size))])
+
+
 _OWN: dict[Any, Callable[..., Any]] = {
     aten.new_full.default: _filled,
     aten.new_zeros.default: _of_zeros,
@@ -266,6 +333,16 @@ _OWN: dict[Any, Callable[..., Any]] = {
     aten.zeros_like.default: _filled_like,
     aten.empty_like.default: _filled_like,
     aten.ones_like.default: _ones_like,
+    aten.new_empty_strided.default: _empty_strided,
+    aten.as_strided.default: _strided,
+    aten.as_strided_scatter.default: _strided_write,
+    aten.squeeze.default: _squeezed,
+    aten.squeeze.dim: _squeezed,
+    aten.squeeze.dims: _squeezed,
+    aten.var.correction: _var,
+    aten.std.correction: _std,
+    aten.var_mean.correction: _var_mean,
+    aten.std_mean.correction: _std_mean,
     aten.mean.default: _mean,
     aten.mean.dim: _mean_dim,
     aten.native_batch_norm_backward.default: _batch_norm_gradient,

@@ -250,9 +250,11 @@ def _moved(
             node = graph.call_function(redistribute, (source, axis, placements[axis], target))  # type: ignore[arg-type]
         node.meta["val"] = source.meta["val"]
         after = tuple(target if i == axis else p for i, p in enumerate(placements))
-        role = Role.ACTIVATION_REDUCE if isinstance(placements[axis], Partial) else Role.ACTIVATION_GATHER
+        role: Role | None = Role.ACTIVATION_REDUCE if isinstance(placements[axis], Partial) else Role.ACTIVATION_GATHER
         if isinstance(placements[axis], Replicate):
-            role = None  # type: ignore[assignment]
+            role = None
+        elif before.target is whole:
+            role = Role.STATISTICS_GATHER
         node.meta[TAG] = Tag(
             tag(before).phase if TAG in before.meta else tag(source).phase, tag(source).module, role, (after,)
         )

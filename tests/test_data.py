@@ -143,11 +143,16 @@ def test_a_resumed_loader_may_use_another_global_batch_without_repeating_or_skip
 
 
 @pytest.mark.parametrize(
-    "other", [{"seed": 1}, {"shuffle": False}, {"dataset": Numbers(9)}], ids=["seed", "shuffle", "length"]
+    "loader",
+    [
+        Loader(Numbers(8), global_batch=2, seed=1),
+        Loader(Numbers(8), global_batch=2, shuffle=False),
+        Loader(Numbers(9), global_batch=2),
+    ],
+    ids=["seed", "shuffle", "length"],
 )
-def test_a_position_of_another_order_is_refused(other: dict[str, Any]) -> None:
+def test_a_position_of_another_order_is_refused(loader: Loader) -> None:
     saved = Loader(Numbers(8), global_batch=2).state_dict()
-    loader = Loader(**({"dataset": Numbers(8), "global_batch": 2} | other))
     with pytest.raises(BatchError, match="the saved position has"):
         loader.load_state_dict(saved)
 

@@ -1,0 +1,128 @@
+"""What can be captured, and what is refused with the source line that is to blame."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autoshard.capture import Captured, Modules, capture_training
+from autoshard.errors import CaptureError
+from autoshard.program import Kind, Phase, tag
+
+CPU = torch.device("cpu")
+
+
+def capture(model: nn.Module, loss: Any = None, **modules: nn.Module) -> Captured:
+    loss = loss or (lambda m, x: m(x).square().mean())
+    return capture_training(Modules(model, modules), loss, torch.zeros(4, 3), ranks=2, accumulate=1, device=CPU)
+
+
+class Wrapped(nn.Module):
+    def __init__(self, body: Any) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.calls = 0
+        self.noted: Tensor | None = None
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self, self.linear(x))
+
+
+def test_a_branch_on_data_is_refused_with_its_source_line() -> None:
+    def body(self: Wrapped, x: Tensor) -> Tensor:
+        return x * 2 if x.sum() > 0 else x  # the line to name
+
+    with pytest.raises(CaptureError, match=r"test_capture\.py:\d+.*x\.sum\(\) > 0"):
+        capture(Wrapped(body))
+
+
+def test_an_output_shape_that_depends_on_data_is_refused_with_its_source_line() -> None:
+    def body(self: Wrapped, x: Tensor) -> Tensor:
+        return x[x > 0]
+
+    with pytest.raises(CaptureError, match=r"test_capture\.py:\d+.*x\[x > 0\]"):
+        capture(Wrapped(body))
+
+
+def test_a_branch_on_values_that_depend_on_no_input_works() -> None:
+    def body(self: Wrapped, x: Tensor) -> Tensor:
+        return x * 2 if torch.arange(4).sum() > 5 else x
+
+    targets = [node.target for node in capture(Wrapped(body)).graph.module.graph.nodes]
+    assert torch.ops.aten.mul.Tensor in targets
+
+
+def test_python_state_that_changes_the_computation_is_refused_by_name() -> None:
+    def body(self: Wrapped, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * self.calls
+
+    with pytest.raises(CaptureError, match=r"Wrapped\.calls"):
+        capture(Wrapped(body))
+
+
+def test_an_attribute_that_only_notes_something_is_fine_and_is_undone() -> None:
+    def body(self: Wrapped, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.noted = x
+        return x
+
+    model = Wrapped(body)
+    capture(model)
+    assert model.noted is None
+    assert model.calls == 0
+
+
+def test_a_loss_that_is_no_scalar_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"shape \(8, 3\).*scalar"):
+        capture(nn.Linear(3, 3), lambda m, x: m(x))
+
+
+def test_a_loss_that_no_parameter_reaches_is_refused() -> None:
+    with pytest.raises(CaptureError, match="does not depend on any trainable parameter"):
+        capture(nn.Linear(3, 3), lambda m, x: m(x).detach().mean())
+
+
+def test_a_captured_tensor_becomes_a_constant_and_one_that_requires_grad_is_refused() -> None:
+    scale = torch.full((3,), 2.0)
+    captured = capture(nn.Linear(3, 3), lambda m, x: (m(x) * scale).mean())
+    (constant,) = captured.constants.values()
+    assert torch.equal(constant, scale)
+    learned = torch.ones(3, requires_grad=True)
+    with pytest.raises(CaptureError, match="frozen="):
+        capture(nn.Linear(3, 3), lambda m, x: (m(x) * learned).mean())
+
+
+def test_a_frozen_modules_parameters_are_inputs_without_gradients() -> None:
+    teacher = nn.Linear(3, 3)
+    captured = capture(nn.Linear(3, 3), lambda m, x: (m(x) - teacher(x)).square().mean(), teacher=teacher)
+    inputs = {port.name for _, port in captured.graph.signature.find_inputs(Kind.PARAMETER)}
+    gradients = {port.name for _, port in captured.graph.signature.find_outputs(Kind.GRADIENT)}
+    assert inputs == {"weight", "bias", "teacher.weight", "teacher.bias"}
+    assert gradients == {"weight", "bias"}
+    assert not captured.constants
+
+
+def test_every_node_says_its_phase_and_module() -> None:
+    model = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 3))
+    nodes = [n for n in capture(model).graph.module.graph.nodes if n.op == "call_function"]
+    products = [tag(n) for n in nodes if "mm" in str(n.target)]
+    assert [(t.phase, t.module) for t in products if not t.phase.backward] == [
+        (Phase.FORWARD, "0"),
+        (Phase.FORWARD, "2"),
+    ]
+    assert {t.module for t in products if t.phase is Phase.WEIGHT_GRADIENT} == {"0", "2"}
+    assert [t.module for t in products if t.phase is Phase.INPUT_GRADIENT] == ["2"]
+
+
+def test_a_checkpointed_block_is_captured_once() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    model = Wrapped(lambda self, x: checkpoint(self.linear, x, use_reentrant=False))
+    plain = Wrapped(lambda self, x: self.linear(x))
+    count = [sum("addmm" in str(n.target) for n in capture(m).graph.module.graph.nodes) for m in (model, plain)]
+    assert count[0] == count[1] == 2
