@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,8 @@ class Stop:
         self._before: dict[signal.Signals, Any] = {}
         self._vote = torch.zeros(1, dtype=torch.int32)
         self._work: dist.Work | None = None
-        self._group = dist.new_group(backend="gloo")  # in host memory: NCCL would make the host wait for the device
+        # In host memory: NCCL would make the host wait for the device.
+        self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
 
     def __enter__(self) -> Self:
         for name in (signal.SIGINT, signal.SIGTERM):
