@@ -13,6 +13,7 @@ from autoshard import (
 )
 from autoshard.api import Step, parallelize
 from autoshard.batch import Replicated
+from autoshard.compare import Report, verify
 from autoshard.errors import (
     AutoshardError,
     BatchError,
@@ -40,6 +41,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "Replicated",
+    "Report",
     "State",
     "StateError",
     "Step",
@@ -50,4 +52,5 @@ __all__ = [
     "optim",
     "parallelize",
     "schedules",
+    "verify",
 ]

@@ -39,6 +39,7 @@ class PlanConf:
     device: str | None = None
     max_compiles: int = 8
     seed: int = 0
+    without: list[str] = field(default_factory=list)
 
 
 @dataclass

@@ -35,12 +35,14 @@ class _Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.stem = nn.Linear(8, 8)
         self.blocks = nn.ModuleList(_Block() for _ in range(3))
         self.head = nn.Linear(8, 4)
         self.idle = nn.Parameter(torch.zeros(4))
         self.fixed = nn.Parameter(torch.ones(4), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
         for block in self.blocks:
             x = block(x)
         return self.head(x) * self.fixed
@@ -105,7 +107,7 @@ def test_an_op_that_runs_whole_on_every_rank_is_named_with_what_gathering_for_it
     text = run_ranks(_explained, 2, 3, 1, _loss_along_the_batch)[0][0]
     assert "for want of a rule" in text
     row = _row(text, "cummax.default")
-    assert row[-2:] == [str(4 * 4 * 4 // 2), "B"]
+    assert row[-2:] == [str(8 * 4 * 4 // 2), "B"]
 
 
 @pytest.mark.parametrize(

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from autoshard.compat import pytree
+from autoshard.compat import FakeTensorMode, make_fx
 from autoshard.placement import PARTIAL, Partial, Placement, Replicate, Shard
 from autoshard.rules import Op, Row, Rule, candidates, make_op, rule_of, spread
-from autoshard.rules.propose import Call, join, run_on_shards, shards
+from autoshard.rules.propose import Call, join, main, propose, run_on_shards
+from autoshard.rules.rewrites import separate_samples
 from autoshard.rules.table import TABLE
 
 aten = torch.ops.aten
@@ -28,7 +28,7 @@ CALLS: dict[Any, list[Call]] = defaultdict(list)
 
 
 def floats(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=_generator, dtype=torch.float64)
+    return torch.randn(shape, generator=_generator, dtype=torch.float64)
 
 
 def ints(high: int, *shape: int) -> Tensor:
@@ -45,10 +45,6 @@ def positive(*shape: int) -> Tensor:
 
 def add(op: Any, *args: Any, **kwargs: Any) -> None:
     CALLS[op].append(Call(op, args, kwargs))
-
-
-def result(op: Any, *args: Any, **kwargs: Any) -> Any:
-    return op(*args, **kwargs)
 
 
 def _reshapes() -> None:
@@ -248,11 +244,11 @@ def _along_a_dim() -> None:
     add(aten.topk.default, x, 3)
     add(aten.linalg_cross.default, floats(6, 12, 3), floats(6, 12, 3))
     add(aten.linalg_cross.default, floats(6, 3, 12), floats(6, 3, 12), dim=1)
-    for dims in ([-1], [0, 1]):
+    for dims in ([2], [0, 1]):
         c = torch.complex(x, g)
         add(aten._fft_c2c.default, c, dims, 0, True)
         add(aten._fft_r2c.default, x, dims, 0, True)
-        add(aten._fft_c2r.default, c, dims, 0, 6)
+        add(aten._fft_c2r.default, c, dims, 0, 2 * (c.shape[dims[-1]] - 1))
     add(aten.tril.default, x)
     add(aten.triu.default, x, 1)
     square = floats(6, 2, 4, 4)
@@ -327,9 +323,7 @@ def _norms() -> None:
         _, mean, rstd = aten.native_layer_norm.default(x, shape, weight, bias, 1e-5)
         wanted = [True, weight is not None, bias is not None]
         add(aten.native_layer_norm_backward.default, floats(6, 12, 6), x, shape, mean, rstd, weight, bias, wanted)
-        y, rms = aten._fused_rms_norm.default(x, shape, weight, 1e-5)
         add(aten._fused_rms_norm.default, x, shape, weight, 1e-5)
-        add(aten._fused_rms_norm_backward.default, floats(*y.shape), x, shape, rms, weight, wanted[:2])
     x = floats(6, 4, 5, 3)
     for weight, bias in ((floats(4), floats(4)), (None, None)):
         y, mean, rstd = aten.native_group_norm.default(x, weight, bias, 6, 4, 15, 2, 1e-5)
@@ -422,8 +416,40 @@ for _make in (
 ):  # fmt: skip
     _make()
 
-# Kernels that only a GPU has; tests/test_rules_cuda.py calls them where there is one.
+# Kernels that only a GPU has.
 ON_GPU = {op for op in TABLE if "scaled_dot_product" in str(op) and "_for_cpu" not in str(op)}
+ON_GPU.add(aten._fused_rms_norm_backward.default)
+
+
+def gpu_calls() -> list[Call]:
+    """A call of each op in ON_GPU, in the precision that its kernel takes."""
+    found = []
+
+    def half(*shape: int) -> Tensor:
+        return floats(*shape).to("cuda", torch.bfloat16)
+
+    for kernel in ("flash", "cudnn", "efficient"):
+        op, back = (getattr(aten, f"_scaled_dot_product_{kernel}_attention{end}").default for end in ("", "_backward"))
+        q, k, v, g = half(6, 6, 16, 16), half(6, 6, 32, 16), half(6, 6, 32, 16), half(6, 6, 16, 16)
+        for bias in (None, half(6, 6, 16, 32)) if kernel == "efficient" else (None,):
+            masked = () if kernel == "flash" else (bias, True)
+            found.append(Call(op, (q, k, v, *masked), {}))
+            out, lse, *rest = op(q, k, v, *masked)
+            if kernel == "efficient":
+                seed, offset = rest
+                wanted = [True, True, True, bias is not None]
+                found.append(Call(back, (g, q, k, v, bias, out, lse, seed, offset, 0.0, wanted), {}))
+            elif kernel == "flash":
+                args = (g, q, k, v, out, lse, *rest[:4], 0.0, False, rest[4], rest[5])
+                found.append(Call(back, args, {}))
+            else:
+                cum_q, cum_k, max_q, max_k, seed, offset, _ = rest
+                args = (g, q, k, v, out, lse, seed, offset, bias, cum_q, cum_k, max_q, max_k, 0.0, False)
+                found.append(Call(back, args, {}))
+    x, w = floats(6, 12, 6).cuda(), floats(6).cuda()
+    y, rms = aten._fused_rms_norm.default(x, [6], w, 1e-5)
+    found.append(Call(aten._fused_rms_norm_backward.default, (y, x, [6], rms, w, [True, True]), {}))
+    return found
 
 
 def operand_shards(op: Op, ranks: int) -> list[tuple[int, bool, Shard]]:
@@ -451,10 +477,16 @@ def complaints(call: Call) -> tuple[list[str], int]:
             if placement != shard:
                 wrong.append(f"asked for {shard} of operand {index}, the row has {placement}")
             wrong += _compare(call, op, rule, row, ranks)
-        for row in _linear_rows(rule, op, ranks):
+        # A sum of truth values is a count: no rule makes one a term of a partial sum.
+        counted = any(x.dtype == torch.bool for x in op.inputs)
+        for row in [] if counted and op.target is not aten.where.self else _linear_rows(rule, op, ranks):
             tried.add((row, ranks))
             wrong += _compare(call, op, rule, row, ranks)
     return wrong, len(tried)
+
+
+def _name(value: Any) -> str:
+    return str(value) if isinstance(value, torch._ops.OpOverload) else ""
 
 
 def _linear_rows(rule: Rule, op: Op, ranks: int) -> list[Row]:
@@ -481,11 +513,14 @@ def _compare(call: Call, op: Op, rule: Rule, row: Row, ranks: int) -> list[str]:
         found = join([result[i] for result in results], placement)
         if found is None or found.shape != whole.shape or found.dtype != whole.dtype:
             wrong.append(f"{where}: output {i} is {found if found is None else tuple(found.shape)}, not {tuple(whole.shape)}")
-        elif "empty" not in str(call.target):
-            same = torch.allclose(found, whole, rtol=1e-5 if whole.dtype is torch.float32 else 1e-9, atol=1e-9, equal_nan=True)
-            if not same:
-                wrong.append(f"{where}: output {i} is off by {(found - whole).abs().max():.1e}")
+        elif "empty" not in str(call.target) and not _close(found, whole):
+            wrong.append(f"{where}: output {i} is off by {(found.double() - whole.double()).abs().max():.1e}")
     return wrong
+
+
+def _close(found: Tensor, whole: Tensor) -> bool:
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2}.get(whole.dtype, 1e-9)
+    return torch.allclose(found, whole, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 def test_every_row_of_the_table_is_called() -> None:
@@ -503,3 +538,164 @@ def test_rows_of_an_op_are_right_by_value(target: Any) -> None:
         tried += count
     assert not wrong, "\n".join(wrong[:20])
     assert tried, f"no row of {target} was tried: its sample calls have no operand that the rule splits"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels exist only on a GPU")
+def test_rows_of_ops_that_only_a_gpu_has_are_right_by_value() -> None:
+    calls = gpu_calls()
+    assert {call.target for call in calls} == ON_GPU
+    for call in calls:
+        wrong, tried = complaints(call)
+        assert not wrong, "\n".join(wrong)
+        assert tried, f"no row of {call} was tried"
+
+
+@pytest.mark.parametrize(
+    ("target", "args", "row"),
+    [
+        (aten._softmax.default, (floats(6, 12), -1, False), Row((Shard(1),), (Shard(1),))),
+        (aten.sum.default, (floats(6, 12),), Row((Shard(0),), (Replicate(),))),
+        (aten.mm.default, (floats(6, 12), floats(12, 6)), Row((Shard(1), Shard(0)), (Shard(0),))),
+        (aten.exp.default, (floats(6, 12),), Row((PARTIAL,), (PARTIAL,))),
+        (aten.add.Tensor, (floats(6, 12), floats(12)), Row((PARTIAL, Replicate()), (PARTIAL,))),
+        (aten.view.default, (floats(12, 6), [72]), Row((Shard(1),), (Shard(0),))),
+    ],
+    ids=_name,
+)
+def test_a_wrong_row_is_noticed(target: Any, args: Any, row: Row) -> None:
+    call, rule = Call(target, args, {}), rule_of(target)
+    assert rule is not None
+    assert _compare(call, call.op(), rule, row, 2)
+
+
+def test_a_cast_that_rounds_is_not_linear() -> None:
+    def linear(x: Tensor, dtype: torch.dtype) -> bool:
+        call = Call(aten._to_copy.default, (x,), {"dtype": dtype})
+        return bool(TABLE[aten._to_copy.default].linear(call.op()))
+
+    assert linear(floats(6), torch.float32)
+    assert linear(ints(9, 6), torch.float64)
+    assert not linear(floats(6), torch.int64)
+    assert not linear(floats(6), torch.bool)
+
+
+def test_a_gradient_scaled_by_word_counts_is_not_split_by_words() -> None:
+    call = Call(aten.embedding_dense_backward.default, (floats(6, 12), ints(9, 6), 9, -1, True), {})
+    assert spread(TABLE[call.target], call.op(), 1, Shard(0), False, 2) is None
+
+
+@pytest.mark.parametrize(
+    ("target", "args"),
+    [
+        (aten.mm.default, (floats(6, 12), floats(12, 6))),
+        (aten.sum.dim_IntList, (floats(6, 12), [0])),
+        (aten._softmax.default, (floats(6, 12), -1, False)),
+        (aten.convolution.default, (floats(6, 6, 5), floats(6, 6, 3), None, [1], [0], [1], False, [0], 1)),
+        (aten.view.default, (floats(6, 12), [72])),
+        (aten.new_full.default, (floats(6, 12), [6, 12], 1.5)),
+        (aten.embedding_dense_backward.default, (floats(6, 12), ints(9, 6), 9, -1, False)),
+    ],
+    ids=_name,
+)
+def test_the_proposals_for_an_op_hold_the_rows_of_the_table(target: Any, args: Any) -> None:
+    call, rule = Call(target, args, {}), TABLE[target]
+    op = call.op()
+    rows = {
+        spread(rule, op, i, Shard(d), False, 2) for i, x in enumerate(op.inputs) for d in range(x.dim())
+    } | set(_linear_rows(rule, op, 2))
+    rows.discard(None)
+    assert rows
+    assert rows <= set(propose(target, *args))
+
+
+def test_rows_are_proposed_for_an_op_that_the_table_lacks() -> None:
+    target = aten.cosine_similarity.default
+    assert rule_of(target) is None
+    assert propose(target, floats(6, 12), floats(6, 12), 1) == [Row((Shard(0), Shard(0)), (Shard(0),))]
+
+
+def test_the_command_prints_rows_for_review(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["aten.mm.default", "f6,12 f12,6"]) == 0
+    assert "S(1), S(0) -> P" in capsys.readouterr().out
+    assert main([]) == 2
+
+
+def _separated(function: Any, *args: Any) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = [mode.from_tensor(x) for x in args]
+        module = make_fx(function, fake)
+        with separate_samples(module):
+            return module, make_fx(lambda *xs: torch.fx.Interpreter(module).run(*xs), fake)
+
+
+def _rows(n: int, *more: int) -> Tensor:
+    return torch.arange(n).view(-1, *[1] * len(more))
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "args", "gone"),
+    [
+        ("row and column", lambda x, i: x[torch.arange(6), i], (floats(6, 5, 3), ints(5, 6)), aten.index.Tensor),
+        ("rows and columns", lambda x, i: x[torch.arange(6)[:, None], i], (floats(6, 5), ints(5, 6, 4)), aten.index.Tensor),
+        ("negative", lambda x, i: x[torch.arange(6), -1 - i], (floats(6, 5), ints(5, 6)), aten.index.Tensor),
+        ("three", lambda x, i, j: x[torch.arange(6), i, j], (floats(6, 5, 4, 3), ints(5, 6), ints(4, 6)), aten.index.Tensor),
+        (
+            "gradient by row",
+            lambda v, i: torch.zeros(6, 5, 3, dtype=v.dtype).index_put([torch.arange(6), i], v, True),
+            (floats(6, 3), ints(5, 6)),
+            aten.index_put.default,
+        ),
+        (
+            "gradient by index",
+            lambda v, i: torch.zeros(5, 3, dtype=v.dtype).index_put([i], v, True),
+            (floats(6, 4, 3), ints(5, 6, 4)),
+            aten.index_put.default,
+        ),
+        (
+            "gradient by two",
+            lambda v, i, j: torch.zeros(5, 4, 3, dtype=v.dtype).index_put([i, j], v, True),
+            (floats(6, 3), ints(5, 6), ints(4, 6)),
+            aten.index_put.default,
+        ),
+        (
+            "bags of means",
+            lambda w, i: torch.nn.functional.embedding_bag(i, w, mode="mean"),
+            (floats(9, 4), ints(9, 6, 5)),
+            aten._embedding_bag_forward_only.default,
+        ),
+        (
+            "bags of sums",
+            lambda w, i: torch.nn.functional.embedding_bag(i, w, mode="sum"),
+            (floats(9, 4), ints(9, 6, 5)),
+            aten._embedding_bag_forward_only.default,
+        ),
+    ],
+)
+def test_calls_with_known_indices_are_written_so_that_samples_stay_apart(
+    name: str, function: Any, args: Any, gone: Any
+) -> None:
+    before, after = _separated(function, *args)
+    assert any(node.target is gone for node in before.graph.nodes), before.graph
+    assert not any(node.target is gone for node in after.graph.nodes), after.graph
+    torch.testing.assert_close(after(*args), function(*args), rtol=1e-12, atol=1e-12)
+
+
+def test_an_index_that_is_the_same_for_every_sample_stays_an_index() -> None:
+    x = floats(6, 5)
+
+    def pick(x: Tensor) -> Tensor:
+        return x[_rows(6, 1, 1), torch.tensor([[4, 0, 2]]).expand(1, 3)[None]]
+
+    _, after = _separated(pick, x)
+    torch.testing.assert_close(after(x), pick(x))
+    assert not any(node.target is aten.gather.default for node in after.graph.nodes)
+
+
+def test_rows_in_another_order_are_left_alone() -> None:
+    def pick(x: Tensor, i: Tensor) -> Tensor:
+        return x[torch.arange(5, -1, -1), i]
+
+    x, i = floats(6, 5), ints(5, 6)
+    _, after = _separated(pick, x, i)
+    assert any(node.target is aten.index.Tensor for node in after.graph.nodes)
+    torch.testing.assert_close(after(x, i), pick(x, i))

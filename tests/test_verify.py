@@ -8,7 +8,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -253,3 +258,15 @@ def test_a_wrong_compiler_is_told_from_wrong_passes() -> None:
     report = run_ranks(_with_wrong_compiler, 2)[0]
     assert report.first is not None
     assert report.first.pass_name == "compile", report
+
+
+# ---------------------------------------------------------------- as a command
+
+
+def test_the_command_verifies_what_a_configuration_names(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "autoshard.verify_cli", "experiment=tiny", "steps=1", "model.layers=1"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert "the plan computes what one device computes" in ended.stdout
+    assert re.search(r"^gradient +\d+ +0 ", ended.stdout, re.M)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from autoshard.compat import pytree
-from autoshard.placement import PARTIAL, REPLICATE, Partial, Placement, Shard
+from autoshard.placement import PARTIAL, REPLICATE, Placement, Shard
 
 
 @dataclass(frozen=True)
@@ -163,11 +163,10 @@ def candidates(rule: Rule | None, op: Op, placed: tuple[Placement, ...], ranks: 
                 seen.add(row)
                 yield row
         for linear in rule.linear(op):
-            partial = {placed[i] for i in linear if i < len(placed)}
-            if len(partial) == 1 and isinstance(next(iter(partial)), Partial):
+            if linear and all(i < len(placed) and placed[i] == PARTIAL for i in linear):
                 yield Row(
-                    tuple(placed[i] if i in linear else REPLICATE for i in range(len(placed))),
-                    tuple(next(iter(partial)) for _ in op.outputs),
+                    tuple(PARTIAL if i in linear else REPLICATE for i in range(len(placed))),
+                    (PARTIAL,) * len(op.outputs),
                 )
     yield replicated(op)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,6 +52,17 @@ def broadcast(op: Op) -> Labels | None:
 POINTWISE = Rule(labels=broadcast)
 
 
+def _buffered(op: Op) -> Labels | None:
+    """As pointwise, with a buffer that is empty on some devices."""
+    shape = op.inputs[0].shape
+    names = "".join(LETTERS[d] if size > 1 else "." for d, size in enumerate(shape))
+
+    def dims(t: torch.Tensor | None) -> str:
+        return names if t is not None and t.shape == shape else _dots(t)
+
+    return Labels(tuple(map(dims, op.inputs)), tuple((dims(t), "") for t in op.outputs))
+
+
 def _norm_dims(dim: Any, rank: int) -> set[int]:
     if dim is None or (isinstance(dim, (list, tuple)) and not dim):
         return set(range(rank))
@@ -96,20 +107,41 @@ def _same(t: torch.Tensor, names: str, op: Op) -> str:
     return names
 
 
-def batchwise(leading: int = 1, *, whole: Iterable[int] = ()) -> Callable[[Op], Labels | None]:
-    """The first `leading` dims of every input and output split together; inputs in `whole` cannot be split."""
-    kept = set(whole)
-
-    def dims(t: torch.Tensor) -> str:
-        return "".join(LETTERS[d] if d < leading else "." for d in range(t.dim()))
+def _planes(core: int) -> Callable[[Op], Labels | None]:
+    """All but the last `core` dims of the first input are batch: of every operand that has them they split together."""
 
     def labels(op: Op) -> Labels | None:
-        return Labels(
-            tuple("." * t.dim() if i in kept else dims(t) for i, t in enumerate(op.inputs)),
-            tuple((dims(t) if t is not None else "", "") for t in op.outputs),
-        )
+        batch = op.inputs[0].shape[: op.inputs[0].dim() - core]
+
+        def dims(t: torch.Tensor | None) -> str:
+            if t is None or t.shape[: len(batch)] != batch:
+                return _dots(t)
+            return LETTERS[: len(batch)] + "." * (t.dim() - len(batch))
+
+        if any(t.dim() >= len(batch) and t.shape[: len(batch)] != batch for t in op.inputs):
+            return None
+        return Labels(tuple(map(dims, op.inputs)), tuple((dims(t), "") for t in op.outputs))
 
     return labels
+
+
+def _batch(t: torch.Tensor) -> str:
+    return "b" + "." * (t.dim() - 1)
+
+
+def _samples(op: Op) -> Labels | None:
+    """Only the first dim of a batched image splits: channels and space are mixed."""
+    x, y = op.inputs[0], op.outputs[0]
+    assert y is not None
+    if x.shape[0] != y.shape[0]:
+        return None
+    return Labels(tuple(map(_batch, op.inputs)), ((_batch(y), ""),))
+
+
+def _aligned(t: torch.Tensor, names: str, shape: torch.Size) -> str:
+    """`names` of an output of `shape` at the dims of an operand that is broadcast to it."""
+    offset = len(shape) - t.dim()
+    return "".join(names[offset + d] if size == shape[offset + d] > 1 else "." for d, size in enumerate(t.shape))
 
 
 def _view(op: Op, index: int, shard: Shard, output: bool, ranks: int) -> Row | None:
@@ -117,7 +149,7 @@ def _view(op: Op, index: int, shard: Shard, output: bool, ranks: int) -> Row | N
     if output:
         source = carry(after, before, shard, ranks)
         return Row((source,), (shard,)) if source is not None and divides(after[shard.dim], shard, ranks) else None
-    target = carry(before, after, shard, ranks)
+    target = carry(before, after, shard, ranks) if divides(before[shard.dim], shard, ranks) else None
     return Row((shard,), (target,)) if target is not None else None
 
 
@@ -150,12 +182,6 @@ def _without(dims: Callable[[Op], set[int]]) -> Callable[[Op], Labels | None]:
     return labels
 
 
-def _squeezed(op: Op) -> set[int]:
-    x = op.inputs[0]
-    dims = _norm_dims(op.arg(1), x.dim()) if len(op.args) > 1 else set(range(x.dim()))
-    return {d for d in dims if x.shape[d] == 1}
-
-
 def _unsqueezed(op: Op) -> Labels | None:
     rank = op.inputs[0].dim()
     names = LETTERS[:rank]
@@ -179,6 +205,8 @@ def _joined(op: Op) -> Labels | None:
 
 def _embedding_gradient(op: Op) -> Labels | None:
     rank = op.inputs[1].dim()
+    if op.arg(4):  # scaled by how often a word occurs in the whole batch
+        return Labels(("." * rank + "Z", "." * rank), ((".Z", ""),))
     return Labels((LETTERS[:rank] + "Z", LETTERS[:rank]), ((".Z", LETTERS[:rank]),))
 
 
@@ -251,7 +279,9 @@ def _attention_gradient(op: Op) -> Labels | None:
     inputs = [_mask_dims(t, q, head) for t in op.inputs]
     outputs = []
     for t in op.outputs:
-        outputs.append((_mask_dims(t, q, head) if t is not None else "", ""))
+        dims = _mask_dims(t, q, head) if t is not None else ""
+        # A bias that is shared by the batch or the heads gets the sum of their gradients.
+        outputs.append((dims, "".join(x for x in ("b", "h") if dims and x not in dims)))
     return Labels(tuple(inputs), tuple(outputs))
 
 
@@ -294,11 +324,8 @@ def _expanded(op: Op) -> Labels | None:
     x, y = op.inputs[0], op.outputs[0]
     assert y is not None
     offset = y.dim() - x.dim()
-    names = "".join(
-        LETTERS[d] if d >= offset and x.shape[d - offset] == y.shape[d] and y.shape[d] > 1 else "."
-        for d in range(y.dim())
-    )
-    return Labels((names[offset:],), ((names, ""),))
+    names = LETTERS[: y.dim()]
+    return Labels((_aligned(x, names, y.shape),), ((names, ""),))
 
 
 def _gathered(op: Op) -> Labels | None:
@@ -343,11 +370,146 @@ def _indexed(op: Op) -> Labels | None:
     )
 
 
+def _product(left: str, right: str, out: str) -> Callable[[Op], Labels | None]:
+    """A product added to a first input that is broadcast to it. Its inner dim cannot split, or that would be added twice."""
+
+    def labels(op: Op) -> Labels | None:
+        y = op.outputs[0]
+        assert y is not None
+        return Labels((_aligned(op.inputs[0], out, y.shape), left, right), ((out, ""),))
+
+    return labels
+
+
 def _padded(op: Op) -> Labels | None:
     x, pad = op.inputs[0], op.arg(1)
     touched = {x.dim() - 1 - i // 2 for i, amount in enumerate(pad) if amount}
     names = "".join("." if d in touched else LETTERS[d] for d in range(x.dim()))
     return Labels((names,), ((names, ""),))
+
+
+def _index_written(op: Op) -> Labels | None:
+    """x[..., i, :] = values: dims before and after one run of indexed dims split."""
+    x, where = op.inputs[0], [d for d, index in enumerate(op.arg(1)) if index is not None]
+    indices, values = op.inputs[1:-1], op.inputs[-1]
+    if where != list(range(where[0], where[-1] + 1)) or any(t.dtype == torch.bool for t in indices):
+        return None
+    shape = torch.broadcast_shapes(*(t.shape for t in indices))
+    lead, tail = LETTERS[: where[0]], LETTERS[where[-1] + 1 : x.dim()]
+    written = torch.Size((*x.shape[: where[0]], *shape, *x.shape[where[-1] + 1 :]))
+    dims = _aligned(values, lead + "." * len(shape) + tail, written)
+    whole = lead + "." * len(where) + tail
+    return Labels((whole, *map(_dots, indices), dims), ((whole, ""),))
+
+
+def _index_added(op: Op) -> Labels | None:
+    x = op.inputs[0]
+    names = "".join("." if d == op.arg(1) % max(x.dim(), 1) else LETTERS[d] for d in range(x.dim()))
+    rest = [names if t.dim() == x.dim() > 1 else _dots(t) for t in op.inputs[2:]]
+    return Labels((names, _dots(op.inputs[1]), *rest), ((names, ""),))
+
+
+def _distances(op: Op) -> Labels | None:
+    a, b = op.inputs
+    lead = LETTERS[: a.dim() - 2]
+    if a.shape[:-2] != b.shape[:-2]:
+        return None
+    return Labels((lead + "M.", lead + "N."), ((lead + "MN", ""),))
+
+
+def _distances_gradient(op: Op) -> Labels | None:
+    gradient, a, b, found = op.inputs
+    lead = LETTERS[: a.dim() - 2]
+    if not gradient.dim() == a.dim() == b.dim() == found.dim():
+        return None
+    return Labels((lead + "MN", lead + "M.", lead + "N.", lead + "MN"), ((lead + "M.", "N"),))
+
+
+def _windows(op: Op) -> Labels | None:
+    """unfold: windows along one dim, a new last dim within them."""
+    x = op.inputs[0]
+    names = "".join("." if d == op.arg(1) % max(x.dim(), 1) else LETTERS[d] for d in range(x.dim()))
+    return Labels((names,), ((names + ".", ""),))
+
+
+def _windows_gradient(op: Op) -> Labels | None:
+    rank = len(op.arg(1))
+    names = "".join("." if d == op.arg(2) % rank else LETTERS[d] for d in range(rank))
+    return Labels((names + ".",), ((names, ""),))
+
+
+def _diagonal_dims(op: Op, rank: int, first: int) -> str:
+    pair = {op.arg(first) % rank, op.arg(first + 1) % rank}
+    return "".join("." if d in pair else LETTERS[d] for d in range(rank))
+
+
+def _diagonal(op: Op) -> Labels | None:
+    names = _diagonal_dims(op, op.inputs[0].dim(), 2)
+    return Labels((names,), ((names.replace(".", "") + ".", ""),))
+
+
+def _diagonal_made(first: int) -> Callable[[Op], Labels | None]:
+    """diag_embed and the gradient of diagonal."""
+
+    def labels(op: Op) -> Labels | None:
+        y = op.outputs[0]
+        assert y is not None
+        names = _diagonal_dims(op, y.dim(), first)
+        return Labels((names.replace(".", "") + ".",), ((names, ""),))
+
+    return labels
+
+
+def _sought(op: Op) -> Labels | None:
+    """searchsorted: a row of values in its own row of bounds, or all in one."""
+    bounds, values, *sorter = op.inputs
+    shared = bounds.dim() == 1 and values.dim() != 1
+    if bounds.dim() == 1:
+        shared = True
+    names = LETTERS[: values.dim()] if shared else LETTERS[: values.dim() - 1] + "."
+    rows = "." if shared else names
+    return Labels((rows, names, *(rows for _ in sorter)), ((names, ""),))
+
+
+def _first_only(op: Op) -> Labels | None:
+    """Elements of the first input are looked up in the others, which are whole."""
+    x = LETTERS[: op.inputs[0].dim()]
+    return Labels((x, *map(_dots, op.inputs[1:])), ((x, ""),))
+
+
+def _resampled(op: Op) -> Labels | None:
+    space = "." * (op.inputs[0].dim() - 2)
+    return Labels(("bc" + space, "b" + space + "."), (("bc" + space, ""),))
+
+
+def _resampled_gradient(op: Op) -> Labels | None:
+    space = "." * (op.inputs[0].dim() - 2)
+    return Labels(("bc" + space, "bc" + space, "b" + space + "."), (("bc" + space, ""), ("b" + space + ".", "c")))
+
+
+def _as_pairs(op: Op) -> Labels | None:
+    names = LETTERS[: op.inputs[0].dim()]
+    return Labels((names,), ((names + ".", ""),))
+
+
+def _from_pairs(op: Op) -> Labels | None:
+    names = LETTERS[: op.inputs[0].dim() - 1]
+    return Labels((names + ".",), ((names, ""),))
+
+
+def _cast_is_linear(op: Op) -> tuple[frozenset[int], ...]:
+    """Rounding to integers or truth values is not linear."""
+    source, target = op.inputs[0].dtype, op.outputs[0].dtype  # type: ignore[union-attr]
+    exact = source == target or target.is_floating_point or target.is_complex
+    return (frozenset((0,)),) if exact else ()
+
+
+def _zero_padded(op: Op) -> tuple[frozenset[int], ...]:
+    return (frozenset((0,)),) if op.arg(2, 0) == 0 else ()
+
+
+def _counts_no_words(op: Op) -> tuple[frozenset[int], ...]:
+    return () if op.arg(4) else (frozenset((0,)),)
 
 
 def _created(op: Op) -> Labels | None:
@@ -369,6 +531,28 @@ def _first_argument(value: int) -> Callable[[list[Any], tuple[tuple[int, ...] | 
     return localize
 
 
+def _pooling() -> dict[Any, Rule]:
+    """Pooling, padding and resampling work on each plane of each sample alone."""
+    found = {}
+    for n in (1, 2, 3):
+        pools = [f"reflection_pad{n}d", f"replication_pad{n}d"]
+        if n > 1:
+            pools += [f"max_pool{n}d_with_indices", f"avg_pool{n}d", f"_adaptive_avg_pool{n}d", f"adaptive_max_pool{n}d"]
+        for name in [op for pool in pools for op in (pool, pool + "_backward")]:
+            found[getattr(aten, name).default] = Rule(_planes(n))
+        samplings = [f"upsample_nearest{n}d", f"_upsample_nearest_exact{n}d"]
+        samplings += {
+            1: ["upsample_linear1d"],
+            2: [f"{name}2d{aa}" for name in ("upsample_bilinear", "upsample_bicubic") for aa in ("",)]
+            + ["_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"],
+            3: ["upsample_trilinear3d"],
+        }[n]
+        for name in samplings:
+            found[getattr(aten, name).default] = Rule(_planes(n), linear=_together(0))
+            found[getattr(aten, name + "_backward").default] = Rule(_planes(n), linear=_together(0), sizes={2: 0})
+    return found
+
+
 _VIEW = Rule(spread=_view, linear=_together(0), sizes={1: 0})
 
 TABLE: dict[Any, Rule] = {
@@ -379,31 +563,37 @@ TABLE: dict[Any, Rule] = {
     aten.t.default: Rule(_permuted(lambda op: list(range(op.inputs[0].dim()))[::-1]), linear=_together(0)),
     aten.transpose.int: Rule(_permuted(_swap), linear=_together(0)),
     aten.permute.default: Rule(_permuted(lambda op: [d % op.inputs[0].dim() for d in op.arg(1)]), linear=_together(0)),
-    aten.squeeze.default: Rule(_without(_squeezed), linear=_together(0)),
-    aten.squeeze.dim: Rule(_without(_squeezed), linear=_together(0)),
-    aten.squeeze.dims: Rule(_without(_squeezed), linear=_together(0)),
     aten.unsqueeze.default: Rule(_unsqueezed, linear=_together(0)),
     aten.expand.default: Rule(_expanded, linear=_together(0), sizes={1: 0}),
     aten.select.int: Rule(_without(_selected), linear=_together(0)),
     aten.slice.Tensor: Rule(_sliced(1), linear=_together(0)),
     aten.split.Tensor: Rule(_along(2, default=0), linear=_together(0)),
     aten.split_with_sizes.default: Rule(_along(2, default=0), linear=_together(0)),
+    aten.unsafe_split.Tensor: Rule(_along(2, default=0), linear=_together(0)),
+    aten.unsafe_split_with_sizes.default: Rule(_along(2, default=0), linear=_together(0)),
     aten.chunk.default: Rule(_along(2, default=0), linear=_together(0)),
     aten.unbind.int: Rule(_without(lambda op: {op.arg(1, 0) % op.inputs[0].dim()}), linear=_together(0)),
     aten.cat.default: Rule(_joined, linear=_all),
     aten.stack.default: Rule(_stacked, linear=_all),
     aten.flip.default: Rule(_along(1), linear=_together(0)),
     aten.roll.default: Rule(_along(2), linear=_together(0)),
-    aten.constant_pad_nd.default: Rule(_padded),
+    aten.constant_pad_nd.default: Rule(_padded, linear=_zero_padded),
     aten.slice_backward.default: Rule(_sliced(2), linear=_together(0), sizes={1: 0}),
     aten.select_backward.default: Rule(_select_gradient, linear=_together(0), sizes={1: 0}),
     aten.slice_scatter.default: Rule(_sliced(2), linear=_all),
-    aten.diagonal.default: Rule(),
+    aten.diagonal.default: Rule(_diagonal, linear=_together(0)),
+    aten.diagonal_backward.default: Rule(_diagonal_made(3), linear=_together(0), sizes={1: 0}),
+    aten.diag_embed.default: Rule(_diagonal_made(2), linear=_together(0)),
+    aten.unfold.default: Rule(_windows, linear=_together(0)),
+    aten.unfold_backward.default: Rule(_windows_gradient, linear=_together(0), sizes={1: 0}),
+    aten.view_as_real.default: Rule(_as_pairs, linear=_together(0)),
+    aten.view_as_complex.default: Rule(_from_pairs, linear=_together(0)),
     aten.clone.default: Rule(broadcast, linear=_together(0)),
     aten.alias.default: Rule(broadcast, linear=_together(0)),
     aten.detach.default: Rule(broadcast, linear=_together(0)),
     aten.contiguous.default: Rule(broadcast, linear=_together(0)),
-    aten._to_copy.default: Rule(broadcast, linear=_together(0)),
+    aten.copy.default: Rule(broadcast, linear=_together(1)),
+    aten._to_copy.default: Rule(broadcast, linear=_cast_is_linear),
     # made from nothing
     aten.full.default: Rule(_created, sizes={0: 0}),
     aten.zeros.default: Rule(_created, sizes={0: 0}),
@@ -429,17 +619,9 @@ TABLE: dict[Any, Rule] = {
     # matrix products
     aten.mm.default: Rule(_fixed("mk, kn -> mn/k")),
     aten.bmm.default: Rule(_fixed("bmk, bkn -> bmn/k")),
-    aten.addmm.default: Rule(
-        lambda op: parse(
-            f"{'n' if op.inputs[0].dim() == 1 and op.inputs[0].shape[0] > 1 else _dots(op.inputs[0])}, m., .n -> mn"
-        )
-    ),
-    aten.baddbmm.default: Rule(
-        lambda op: Labels(
-            ("bmn" if op.inputs[0].shape == op.outputs[0].shape else _dots(op.inputs[0]), "bm.", "b.n"),  # type: ignore[union-attr]
-            (("bmn" if op.inputs[0].shape == op.outputs[0].shape else "b..", ""),),  # type: ignore[union-attr]
-        )
-    ),
+    aten.addmm.default: Rule(_product("m.", ".n", "mn")),
+    aten.baddbmm.default: Rule(_product("bm.", "b.n", "bmn")),
+    aten.addmv.default: Rule(_product("m.", ".", "m")),
     aten.dot.default: Rule(_fixed("k, k -> /k")),
     aten.mv.default: Rule(_fixed("mk, k -> m/k")),
     # reductions
@@ -455,6 +637,15 @@ TABLE: dict[Any, Rule] = {
     aten.all.dim: Rule(_reduction(1, 2, sums=False)),
     aten.prod.dim_int: Rule(_reduction(1, 2, sums=False)),
     aten.logsumexp.default: Rule(_reduction(1, 2, sums=False)),
+    aten.any.dims: Rule(_reduction(1, 2, sums=False)),
+    aten.all.dims: Rule(_reduction(1, 2, sums=False)),
+    aten.median.dim: Rule(_reduction(1, 2, sums=False)),
+    aten.nanmedian.dim: Rule(_reduction(1, 2, sums=False)),
+    aten.mode.default: Rule(_reduction(1, 2, sums=False)),
+    aten.kthvalue.default: Rule(_reduction(2, 3, sums=False)),
+    aten.aminmax.default: Rule(_reduction(1, 2, sums=False)),
+    aten.nansum.default: Rule(_reduction(1, 2, sums=True)),
+    aten.count_nonzero.dim_IntList: Rule(_reduction(1, None, sums=True)),
     # along one dim
     aten._softmax.default: Rule(_along(1)),
     aten._log_softmax.default: Rule(_along(1)),
@@ -466,18 +657,52 @@ TABLE: dict[Any, Rule] = {
     aten.sort.default: Rule(_along(1)),
     aten.sort.stable: Rule(_along(2)),
     aten.argsort.default: Rule(_along(1)),
+    aten.argsort.stable: Rule(_along(2)),
     aten.topk.default: Rule(_along(2)),
+    aten.cummax.default: Rule(_along(1)),
+    aten.cummin.default: Rule(_along(1)),
+    aten.glu.default: Rule(_along(1)),
+    aten.glu_backward.default: Rule(_along(2)),
+    aten._safe_softmax.default: Rule(_along(1)),
+    aten.linalg_cross.default: Rule(_along(2)),
+    aten._fft_r2c.default: Rule(_along(1), linear=_together(0)),
+    aten._fft_c2r.default: Rule(_along(1), linear=_together(0)),
+    aten._fft_c2c.default: Rule(_along(1), linear=_together(0)),
+    aten._weight_norm_interface_backward.default: Rule(linear=_together(0)),
+    # matrices in batches
+    aten.linalg_cholesky_ex.default: Rule(_planes(2)),
+    aten.linalg_inv_ex.default: Rule(_planes(2)),
+    aten.linalg_solve_triangular.default: Rule(_planes(2)),
+    aten.linalg_qr.default: Rule(_planes(2)),
+    aten._linalg_eigh.default: Rule(_planes(2)),
+    aten._linalg_det.default: Rule(_planes(2)),
+    aten._linalg_slogdet.default: Rule(_planes(2)),
+    aten._linalg_svd.default: Rule(_planes(2)),
     aten.tril.default: Rule(_along(None, default=[-1, -2]), linear=_together(0)),  # type: ignore[arg-type]
     aten.triu.default: Rule(_along(None, default=[-1, -2]), linear=_together(0)),  # type: ignore[arg-type]
     # indexing
-    aten.embedding.default: Rule(_embedding),
-    aten.embedding_dense_backward.default: Rule(_embedding_gradient),
-    aten.gather.default: Rule(_gathered),
-    aten.scatter.src: Rule(_gathered),
+    aten.embedding.default: Rule(_embedding, linear=_together(0)),
+    aten.embedding_dense_backward.default: Rule(_embedding_gradient, linear=_counts_no_words),
+    aten.gather.default: Rule(_gathered, linear=_together(0)),
+    aten.scatter.src: Rule(_gathered, linear=_together(0, 2)),
     aten.scatter.value: Rule(_gathered),
-    aten.scatter_add.default: Rule(_gathered),
-    aten.index_select.default: Rule(_index_selected),
-    aten.index.Tensor: Rule(_indexed),
+    aten.scatter.reduce: Rule(_gathered),
+    aten.scatter.value_reduce: Rule(_gathered),
+    aten.scatter_reduce.two: Rule(_gathered),
+    aten.scatter_add.default: Rule(_gathered, linear=_together(0, 2)),
+    aten.index_select.default: Rule(_index_selected, linear=_together(0)),
+    aten.index_add.default: Rule(_index_added, linear=_together(0, 2)),
+    aten.index_copy.default: Rule(_index_added, linear=_together(0, 2)),
+    aten.index_fill.int_Scalar: Rule(_index_added),
+    aten.index.Tensor: Rule(_indexed, linear=_together(0)),
+    aten._unsafe_index.Tensor: Rule(_indexed, linear=_together(0)),
+    aten.index_put.default: Rule(_index_written, linear=lambda op: (frozenset((0, len(op.inputs) - 1)),)),
+    aten._unsafe_index_put.default: Rule(_index_written, linear=lambda op: (frozenset((0, len(op.inputs) - 1)),)),
+    aten.searchsorted.Tensor: Rule(_sought),
+    aten.bucketize.Tensor: Rule(_first_only),
+    aten.isin.Tensor_Tensor: Rule(_first_only),
+    aten._cdist_forward.default: Rule(_distances),
+    aten._cdist_backward.default: Rule(_distances_gradient),
     # norms
     aten.native_layer_norm.default: Rule(_layer_norm),
     aten.native_layer_norm_backward.default: Rule(_layer_norm_gradient),
@@ -488,22 +713,15 @@ TABLE: dict[Any, Rule] = {
     # convolution, pooling, resampling
     aten.convolution.default: Rule(_convolution),
     aten.convolution_backward.default: Rule(_convolution_gradient),
-    aten.max_pool2d_with_indices.default: Rule(batchwise(2)),
-    aten.max_pool2d_with_indices_backward.default: Rule(batchwise(2)),
-    aten.avg_pool2d.default: Rule(batchwise(2)),
-    aten.avg_pool2d_backward.default: Rule(batchwise(2)),
-    aten._adaptive_avg_pool2d.default: Rule(batchwise(2)),
-    aten._adaptive_avg_pool2d_backward.default: Rule(batchwise(2)),
-    aten.adaptive_max_pool2d.default: Rule(batchwise(2)),
-    aten.adaptive_max_pool2d_backward.default: Rule(batchwise(2)),
-    aten.upsample_bilinear2d.default: Rule(batchwise(2)),
-    aten.upsample_bilinear2d_backward.default: Rule(batchwise(2), sizes={2: 0}),
-    aten.upsample_nearest2d.default: Rule(batchwise(2)),
-    aten.upsample_nearest2d_backward.default: Rule(batchwise(2), sizes={2: 0}),
-    aten.upsample_bicubic2d.default: Rule(batchwise(2)),
-    aten.upsample_bicubic2d_backward.default: Rule(batchwise(2), sizes={2: 0}),
-    aten.reflection_pad2d.default: Rule(batchwise(2)),
-    aten.reflection_pad2d_backward.default: Rule(batchwise(2)),
+    **_pooling(),
+    aten.grid_sampler_2d.default: Rule(_resampled),
+    aten.grid_sampler_2d_backward.default: Rule(_resampled_gradient),
+    aten.grid_sampler_3d.default: Rule(_resampled),
+    aten.grid_sampler_3d_backward.default: Rule(_resampled_gradient),
+    aten.pixel_shuffle.default: Rule(_planes(3)),
+    aten.pixel_unshuffle.default: Rule(_planes(3)),
+    aten.im2col.default: Rule(_samples, linear=_together(0)),
+    aten.col2im.default: Rule(_samples, linear=_together(0)),
     # attention
     aten._scaled_dot_product_flash_attention_for_cpu.default: Rule(_attention),
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: Rule(_attention_gradient),
@@ -525,6 +743,24 @@ TABLE: dict[Any, Rule] = {
     aten.elu_backward.default: POINTWISE,
     aten.leaky_relu_backward.default: POINTWISE,
     aten.softplus_backward.default: POINTWISE,
+    aten.hardswish.default: POINTWISE,
+    aten.mish_backward.default: POINTWISE,
+    aten.hardshrink_backward.default: POINTWISE,
+    aten.softshrink_backward.default: POINTWISE,
+    aten._prelu_kernel.default: POINTWISE,
+    aten._prelu_kernel_backward.default: POINTWISE,
+    aten.log_sigmoid_backward.default: Rule(_buffered),
+    aten.log_sigmoid_forward.default: Rule(_buffered),
+    aten.rsub.Tensor: POINTWISE,
+    aten.floor_divide.default: POINTWISE,
+    aten.isclose.default: POINTWISE,
+    aten.complex.default: POINTWISE,
+    aten.polar.default: POINTWISE,
+    aten.where.ScalarSelf: POINTWISE,
+    aten.where.ScalarOther: POINTWISE,
+    aten.where.Scalar: POINTWISE,
+    aten.fill.Scalar: POINTWISE,
+    aten.fill.Tensor: POINTWISE,
     aten.masked_fill.Scalar: Rule(broadcast),
     aten.masked_fill.Tensor: Rule(broadcast),
     aten.lerp.Scalar: Rule(broadcast),

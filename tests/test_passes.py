@@ -1,0 +1,355 @@
+"""Every pass: what it makes of a small graph, that it computes what one device computes, and what it refuses.
+
+The graph is of ``mean((x @ w.T) ** 2)`` and its gradient, for 2 data ranks. Functions that begin with an underscore
+and take no fixture run on the ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+import autoshard
+from autoshard import CaptureError, Mesh, Plan, VerifyError
+from autoshard.capture import Captured, Modules, capture_training
+from autoshard.collectives import Axis
+from autoshard.invariants import check_program
+from autoshard.manager import PassContext, pass_list, run_passes
+from autoshard.optim import bind
+from autoshard.passes.lower import lower
+from autoshard.placement import REPLICATE, Shard
+from autoshard.program import TAG, Graph, Kind, Program, render, tag
+from tests.multirank.runner import run_ranks
+
+aten = torch.ops.aten
+CPU = torch.device("cpu")
+SGD = functools.partial(torch.optim.SGD, lr=0.1)
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+def _linear() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(2, 4, bias=False).double()
+
+
+def _mean_square(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).pow(2).mean()
+
+
+def captured(model: nn.Module, loss: Loss, x: Tensor, accumulate: int = 1) -> Captured:
+    """The capture for 2 ranks that each pass a batch like `x`."""
+    return capture_training(Modules(model, {}), loss, x, ranks=2, accumulate=accumulate, device=CPU)
+
+
+def context(stage: int = 3, accumulate: int = 1, model: nn.Module | None = None) -> PassContext:
+    plan = Plan(mesh=Mesh(data=2), zero=stage, accumulate=accumulate, backend="debug", device="cpu")
+    binding = bind(SGD, {n: p.to("meta") for n, p in model.named_parameters()}) if model is not None else None
+    return PassContext(plan, (Axis("data", 2, "autoshard:cpu:data2:data"),), binding)
+
+
+def snapshots(model: nn.Module, loss: Loss, x: Tensor, stage: int = 3, accumulate: int = 1) -> dict[str, Program]:
+    """The program after every pass."""
+    found: dict[str, Program] = {}
+
+    def keep(name: str, program: Program) -> None:
+        graphs = {k: Graph(copy.deepcopy(g.module), g.signature, g.local) for k, g in program.graphs.items()}
+        found[name] = Program(graphs)
+
+    graph = captured(model, loss, x, accumulate).graph
+    run_passes(Program({"micro": graph}), context(stage, accumulate, model), watch=keep)
+    return found
+
+
+def lines(graph: Graph) -> list[str]:
+    """The graph as text without dtypes, modules and the overloads' names; a role stays in brackets."""
+    found = []
+    for line in render(graph).splitlines():
+        code, _, note = line.strip().partition("  # ")
+        role = re.search(r"\[.*\]$", note)
+        code = re.sub(r"\bfloat64\b|\bint64\b", "", code).replace(".default(", "(").replace(".Tensor(", "(")
+        code = code.replace("autoshard:cpu:data2:data", "data").replace(
+            ", dtype=torch., device=cpu, pin_memory=False", ""
+        )
+        found.append(re.sub(r" +", " ", code + (f" {role[0]}" if role else "")).strip())
+    return found
+
+
+def new_lines(before: Graph, after: Graph) -> list[str]:
+    return [line for line in lines(after) if line not in lines(before)]
+
+
+X = torch.zeros(4, 2, dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def small() -> dict[str, Graph]:
+    return {name: program.graphs["micro"] for name, program in snapshots(_linear(), _mean_square, X).items()}
+
+
+# ---------------------------------------------------------------- what each pass makes
+
+
+def test_canonicalize_writes_a_mean_as_a_sum_and_drops_what_computes_nothing(small: dict[str, Graph]) -> None:
+    assert "mean: [] = mean(pow_1)" in lines(small["capture"])
+    assert "detach: [4, 2] = detach(arg0_1)" in lines(small["capture"])
+    forward = lines(small["canonicalize"])[3:8]
+    assert forward == [
+        "t: [2, 4] = t(arg0_1)",
+        "mm: [8, 4] = mm(arg1_1, t)",
+        "pow_1: [8, 4] = pow.Tensor_Scalar(mm, 2)",
+        "sum_1: [] = sum(pow_1)",
+        "div: [] = div(sum_1, 32)",
+    ]
+    assert not any("detach" in line or "mean(" in line for line in lines(small["canonicalize"]))
+
+
+def test_place_shards_the_batch_and_lets_partial_sums_flow_to_where_they_leave(small: dict[str, Graph]) -> None:
+    assert lines(small["place"]) == [
+        "arg0_1: [4, 2] R",
+        "arg1_1: [8, 2] S(0)",
+        "arg2_1: [2] R",
+        "t: [2, 4] R = t(arg0_1)",
+        "mm: [8, 4] S(0) = mm(arg1_1, t)",
+        "pow_1: [8, 4] S(0) = pow.Tensor_Scalar(mm, 2)",
+        "sum_1: [] P = sum(pow_1)",
+        "div: [] P = div(sum_1, 32)",
+        "full: [] R = full([], 1)",
+        "expand: [8, 4] S(0) = expand(full, [8, 4])",
+        "div_1: [8, 4] S(0) = div.Scalar(expand, 32)",
+        "pow_2: [8, 4] S(0) = pow.Tensor_Scalar(mm, 1.0)",
+        "mul: [8, 4] S(0) = mul.Scalar(pow_2, 2.0)",
+        "mul_1: [8, 4] S(0) = mul(div_1, mul)",
+        "t_1: [4, 8] S(1) = t(mul_1)",
+        "mm_1: [4, 2] P = mm(t_1, arg1_1)",
+        "t_2: [2, 4] P = t(mm_1)",
+        "t_3: [4, 2] P = t(t_2)",
+        "redistribute: [] R = redistribute(div, 0, P, R) [activation reduce]",
+        "return redistribute, t_3",
+    ]
+
+
+def test_zero_3_gathers_the_weight_where_it_is_used_and_scatters_its_gradient(small: dict[str, Graph]) -> None:
+    assert new_lines(small["place"], small["zero"]) == [
+        "arg0_1: [4, 2] S(0)",
+        "redistribute_1: [4, 2] R = redistribute(arg0_1, 0, S(0), R) [parameter gather]",
+        "t_4: [2, 4] R = t(redistribute_1)",
+        "mm: [8, 4] S(0) = mm(arg1_1, t_4)",
+        "redistribute_2: [4, 2] S(0) = redistribute(t_3, 0, P, S(0)) [gradient reduce]",
+        "return redistribute, redistribute_2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("stage", "accumulate", "reduced"),
+    [(0, 1, "R"), (1, 1, "S(0)"), (2, 1, "S(0)"), (0, 2, None), (1, 2, None), (2, 2, "S(0)")],
+)
+def test_zero_below_3_only_says_how_the_gradient_leaves(stage: int, accumulate: int, reduced: str | None) -> None:
+    found = snapshots(_linear(), _mean_square, X, stage, accumulate)
+    new = new_lines(found["place"].graphs["micro"], found["zero"].graphs["micro"])
+    expected = [] if reduced is None else [
+        f"redistribute_1: [4, 2] {reduced} = redistribute(t_3, 0, P, {reduced}) [gradient reduce]",
+        "return redistribute, redistribute_1",
+    ]  # fmt: skip
+    assert new == expected
+
+
+def test_lower_makes_shapes_local_and_placement_changes_collectives(small: dict[str, Graph]) -> None:
+    text = lines(small["lower"])
+    assert text[:9] == [
+        "arg0_1: [2, 2] S(0)",
+        "arg1_1: [4, 2] S(0)",
+        "arg2_1: [2] R",
+        "arg3_1: [1] R",
+        "all_gather_into_tensor: [4, 2] R = all_gather_into_tensor(arg0_1, 2, data) [parameter gather]",
+        "wait_tensor: [4, 2] R = wait_tensor(all_gather_into_tensor) [parameter gather]",
+        "t: [2, 4] R = t(wait_tensor)",
+        "mm: [4, 4] S(0) = mm(arg1_1, t)",
+        "pow_1: [4, 4] S(0) = pow.Tensor_Scalar(mm, 2)",
+    ]
+    assert "expand: [4, 4] S(0) = expand(full, [4, 4])" in text
+    assert "all_reduce: [] R = all_reduce(div, sum, data) [activation reduce]" in text
+    assert text[-5:-3] == [
+        "reduce_scatter_tensor: [2, 2] S(0) = reduce_scatter_tensor(view_2, sum, 2, data) [gradient reduce]",
+        "wait_tensor_1: [2, 2] S(0) = wait_tensor(reduce_scatter_tensor) [gradient reduce]",
+    ]
+
+
+def test_accumulate_adds_every_outcome_into_an_input_and_changes_nothing_without_micro_batches(
+    small: dict[str, Graph],
+) -> None:
+    assert lines(small["accumulate"]) == lines(small["lower"])
+    found = snapshots(_linear(), _mean_square, X, 3, 2)
+    assert new_lines(found["lower"].graphs["micro"], found["accumulate"].graphs["micro"]) == [
+        "accumulator_0: [] R",
+        "accumulator_1: [2, 2] S(0)",
+        "add_tensor_1: [2, 2] S(0) = add(accumulator_1, wait_tensor_1)",
+        "add_tensor: [] R = add(accumulator_0, wait_tensor_2)",
+        "copy__default: [] R = copy_(accumulator_0, add_tensor)",
+        "copy__default_1: [2, 2] S(0) = copy_(accumulator_1, add_tensor_1)",
+        "return",
+    ]
+
+
+def test_update_is_one_graph_on_shards_with_one_collective_for_the_norm() -> None:
+    epilogue = snapshots(_linear(), _mean_square, X)["update"].graphs["epilogue"]
+    assert [(port.kind, port.name) for port in epilogue.signature.inputs] == [
+        (Kind.PARAMETER, "weight"), (Kind.GRADIENT, "weight"), (Kind.STEP, "step"), (Kind.COORDINATE, "data")
+    ]  # fmt: skip
+    text = lines(epilogue)
+    assert [line for line in text if "all_" in line or "scatter" in line] == [
+        "all_reduce: [] = all_reduce(sum_2, sum, data) [gradient-norm reduce]",
+        "wait_tensor: [] = wait_tensor(all_reduce) [gradient-norm reduce]",
+    ]
+    assert text[-6:] == [
+        "mul_3: [2, 2] = mul(mul_2, arg1_1)",
+        "sub: [2, 2] = sub(arg0_1, mul_3)",
+        "copy_: [2, 2] = copy_(arg0_1, sub)",
+        "add_1: [] = add(arg2_1, 1)",
+        "copy__1: [] = copy_(arg2_1, add_1)",
+        "return sqrt, mul_1",
+    ]
+
+
+# ---------------------------------------------------------------- what each pass computes
+
+
+def _net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.GELU(), nn.Linear(6, 5)).double()
+
+
+def _classes(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def _class_batch(rows: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(rows, 3, generator=generator, dtype=torch.float64)
+    return {"x": x, "y": torch.randint(0, 5, (rows,), generator=generator)}
+
+
+@pytest.mark.parametrize("name", ["capture", "canonicalize", "place", "zero"])
+def test_a_pass_at_global_shapes_computes_what_eager_computes(name: str) -> None:
+    model, batch = _net(), _class_batch(8)
+    graph = snapshots(model, _classes, _class_batch(4))[name].graphs["micro"]  # type: ignore[arg-type]
+    values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    args = []
+    for port in graph.signature.inputs:
+        match port.kind:
+            case Kind.BATCH:
+                args.append(batch["x"] if "x" in port.name else batch["y"])
+            case Kind.RNG:
+                args.append(torch.zeros(2, dtype=torch.int64))
+            case _:
+                args.append(values[port.name].detach().clone())
+    with torch.no_grad():
+        outputs = dict(zip(graph.signature.outputs, fx.Interpreter(graph.module).run(*args), strict=True))
+    loss = _classes(model, batch)
+    loss.backward()
+    for port, value in outputs.items():
+        match port.kind:
+            case Kind.LOSS:
+                expected = loss.detach()
+            case Kind.GRADIENT:
+                expected = model.get_parameter(port.name).grad  # type: ignore[assignment]
+            case _:
+                expected = model.get_buffer(port.name)
+        torch.testing.assert_close(value, expected, rtol=1e-10, atol=1e-12)
+    assert {port.kind for port in outputs} == {Kind.LOSS, Kind.GRADIENT, Kind.BUFFER}
+
+
+def _verified(stage: int, accumulate: int) -> str:
+    plan = Plan(mesh=Mesh(data=-1), zero=stage, accumulate=accumulate, backend="debug", device="cpu", clip_norm=0.1)
+    adamw = functools.partial(torch.optim.AdamW, lr=1e-2)
+    report = autoshard.verify(_net(), plan, _class_batch(8), loss=_classes, optimizer=adamw, steps=2)
+    return "" if report.ok else str(report)
+
+
+@pytest.mark.parametrize(("stage", "accumulate"), [(0, 1), (1, 2), (3, 2)])
+def test_lower_accumulate_and_update_compute_what_one_device_computes(stage: int, accumulate: int) -> None:
+    assert run_ranks(_verified, 2, stage, accumulate) == ["", ""]
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def test_canonicalize_refuses_a_random_op_that_it_cannot_make_reproducible() -> None:
+    def noisy(model: nn.Module, x: Tensor) -> Tensor:
+        return (model(x) + torch.poisson(x.abs().sum(1, keepdim=True))).sum()
+
+    program = Program({"micro": captured(_linear(), noisy, X).graph})
+    with pytest.raises(CaptureError, match=r"draws random numbers with aten\.poisson"):
+        dict(pass_list())["canonicalize"](program, context())
+
+
+def _after(small: dict[str, Graph], name: str) -> Graph:
+    graph = small[name]
+    return Graph(copy.deepcopy(graph.module), graph.signature, graph.local)
+
+
+def _node(graph: Graph, name: str) -> Any:
+    return next(node for node in graph.module.graph.nodes if node.name == name)
+
+
+def test_a_partial_sum_that_reaches_an_op_that_is_not_linear_is_refused(small: dict[str, Graph]) -> None:
+    graph = _after(small, "place")
+    node = _node(graph, "div")
+    node.target, node.args = aten.exp.default, (node.args[0],)
+    with pytest.raises(VerifyError, match=r"after place.*no rule allows the placements of div on axis data"):
+        check_program(Program({"micro": graph}), context(), "place")
+
+
+def test_a_gather_of_what_lies_otherwise_is_refused(small: dict[str, Graph]) -> None:
+    graph = _after(small, "zero")
+    node = _node(graph, "redistribute_1")
+    node.args = (node.args[0], 0, Shard(1), REPLICATE)
+    with pytest.raises(VerifyError, match=r"after zero.*placements of redistribute_1"):
+        check_program(Program({"micro": graph}), context(), "zero")
+
+
+def test_lower_refuses_placements_that_the_op_does_not_have(small: dict[str, Graph]) -> None:
+    graph = _after(small, "zero")
+    node = _node(graph, "mm")
+    node.meta[TAG] = tag(node).but(placements=((REPLICATE,),))
+    with pytest.raises(VerifyError, match=r"lower: mm .* local shape \(4, 4\), its placement .* says \(8, 4\)"):
+        lower(Program({"micro": graph}), context())
+
+
+def test_a_collective_that_is_used_before_it_is_awaited_is_refused(small: dict[str, Graph]) -> None:
+    graph = _after(small, "lower")
+    wait = _node(graph, "wait_tensor")
+    wait.replace_all_uses_with(wait.args[0], delete_user_cb=lambda user: user is not wait)
+    with pytest.raises(VerifyError, match="all_gather_into_tensor is used before it is awaited"):
+        check_program(Program({"micro": graph}), context(), "lower")
+
+
+def test_a_collective_without_a_role_is_refused(small: dict[str, Graph]) -> None:
+    graph = _after(small, "lower")
+    node = _node(graph, "all_reduce")
+    node.meta[TAG] = tag(node).but(role=None)
+    with pytest.raises(VerifyError, match="collective all_reduce has no role"):
+        check_program(Program({"micro": graph}), context(), "lower")
+
+
+def test_an_accumulator_that_is_written_twice_is_refused() -> None:
+    graph = snapshots(_linear(), _mean_square, X, 3, 2)["accumulate"].graphs["micro"]
+    first, second = _node(graph, "copy__default"), _node(graph, "copy__default_1")
+    second.args = (first.args[0], second.args[1])
+    with pytest.raises(VerifyError, match="after accumulate, graph micro writes an input twice"):
+        check_program(Program({"micro": graph}), context(3, 2), "accumulate")
+
+
+def test_an_epilogue_whose_signature_lacks_an_output_is_refused() -> None:
+    graph = snapshots(_linear(), _mean_square, X)["update"].graphs["epilogue"]
+    output = next(iter(reversed(graph.module.graph.nodes)))
+    output.args = (output.args[0][:1],)
+    with pytest.raises(VerifyError, match="4 inputs and 1 outputs, its signature 4 and 2"):
+        check_program(Program({"epilogue": graph}), context(), "update")
