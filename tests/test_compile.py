@@ -74,7 +74,9 @@ def events_of_code(code: str) -> list[str]:
 
 def compiled_and_written() -> tuple[list[str], list[str]]:
     """Run on a rank, because compiling collectives needs a process group."""
-    compat.register_group("autoshard:cpu:data2:data", dist.group.WORLD)
+    world = dist.group.WORLD
+    assert world is not None
+    compat.register_group("autoshard:cpu:data2:data", world)
     graph = decompose(program().graphs["micro"])
     with compat.generated_code() as code:
         compat.compile_inductor(graph.module, [node.meta["val"] for node in graph.placeholders()])
