@@ -258,7 +258,8 @@ def _ones_like(x: Tensor, **options: Any) -> Tensor:
 
 def _squeezed(x: Tensor, dim: Any = None) -> Tensor:
     """As a view, so that a dim that only the shards have of size 1 stays."""
-    gone = set(range(x.dim())) if dim is None else {d % max(x.dim(), 1) for d in ([dim] if isinstance(dim, int) else dim)}
+    dims = range(x.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
+    gone = {d % max(x.dim(), 1) for d in dims}
     return x.view([size for d, size in enumerate(x.shape) if size != 1 or d not in gone])
 
 
@@ -272,7 +273,8 @@ def _moments(
     mean = x.sum(dims, keepdim=True) / count
     away = x - mean
     spread = (away * away.conj()).sum(dims, keepdim=keepdim)
-    variance = (spread.real if spread.is_complex() else spread) / max(count - (1 if correction is None else correction), 0)
+    freedom = max(count - (1 if correction is None else correction), 0)
+    variance = (spread.real if spread.is_complex() else spread) / freedom
     return variance.to(given if not given.is_complex else variance.dtype), (
         mean if keepdim else x.sum(dims) / count
     ).to(given)

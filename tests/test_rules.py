@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from autoshard.compat import FakeTensorMode, make_fx
-from autoshard.placement import PARTIAL, Partial, Placement, Replicate, Shard
-from autoshard.rules import Op, Row, Rule, candidates, make_op, rule_of, spread
+from autoshard.placement import PARTIAL, Partial, Replicate, Shard
+from autoshard.rules import Op, Row, Rule, candidates, rule_of, spread
 from autoshard.rules.propose import Call, join, main, propose, run_on_shards
 from autoshard.rules.rewrites import separate_samples
 from autoshard.rules.table import TABLE
@@ -129,10 +129,11 @@ def _arithmetic() -> None:
     pairs = [(floats(6, 12), floats(6, 12)), (floats(6, 12), floats(12)), (floats(6, 1), floats(1, 12)),
              (floats(6, 12), floats()), (floats(), floats(6, 12)), (floats(12), floats(6, 12))]  # fmt: skip
     for a, b in pairs:
-        for op in (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.rsub.Tensor, aten.pow.Tensor_Tensor,
+        for op in (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.rsub.Tensor,
+                   aten.pow.Tensor_Tensor,
                    aten.maximum.default, aten.eq.Tensor, aten.atan2.default, aten.isclose.default,
                    aten.floor_divide.default, aten.complex.default, aten.fmod.Tensor, aten.lt.Tensor):  # fmt: skip
-            if op not in (aten.isclose.default, aten.complex.default) or a.dim() and b.dim():
+            if op not in (aten.isclose.default, aten.complex.default) or (a.dim() and b.dim()):
                 add(op, a.abs() + 0.1 if op is aten.pow.Tensor_Tensor else a, b)
         add(aten.polar.default, a.abs(), b)
         add(aten.where.self, truths(6, 12), a, b)
@@ -147,7 +148,8 @@ def _arithmetic() -> None:
     add(aten.div.Scalar, floats(6, 12), 2.0)
     add(aten.div.Tensor_mode, floats(6, 12), floats(12), rounding_mode="floor")
     x, g = floats(6, 12), floats(6, 12)
-    for op in (aten.neg, aten.exp, aten.relu, aten.tanh, aten.sigmoid, aten.gelu, aten.silu, aten.erf, aten.sin, aten.abs,
+    for op in (aten.neg, aten.exp, aten.relu, aten.tanh, aten.sigmoid, aten.gelu, aten.silu, aten.erf, aten.sin,
+               aten.abs,
                aten.isnan, aten.logical_not, aten.hardswish, aten.hardsigmoid, aten.softplus, aten.elu, aten.square,
                aten.leaky_relu, aten.mish, aten.round, aten.sign, aten.reciprocal, aten.nan_to_num):  # fmt: skip
         add(op.default, x)
@@ -326,7 +328,7 @@ def _norms() -> None:
         add(aten._fused_rms_norm.default, x, shape, weight, 1e-5)
     x = floats(6, 4, 5, 3)
     for weight, bias in ((floats(4), floats(4)), (None, None)):
-        y, mean, rstd = aten.native_group_norm.default(x, weight, bias, 6, 4, 15, 2, 1e-5)
+        _, mean, rstd = aten.native_group_norm.default(x, weight, bias, 6, 4, 15, 2, 1e-5)
         add(aten.native_group_norm.default, x, weight, bias, 6, 4, 15, 2, 1e-5)
         wanted = [True, weight is not None, weight is not None]
         add(aten.native_group_norm_backward.default, floats(*x.shape), x, mean, rstd, weight, 6, 4, 15, 2, wanted)
@@ -339,7 +341,7 @@ def _convolutions() -> None:
     for space, groups, transposed, biased in itertools.product((1, 2, 3), (1, 2), (False, True), (False, True)):
         n = [1] * space
         x = floats(6, 6, *[5] * space)
-        weight = floats(6, 6 // groups, *[3] * space) if not transposed else floats(6, 6 // groups, *[3] * space)
+        weight = floats(6, 6 // groups, *[3] * space)
         bias = floats(6) if biased else None
         rest = (n, n, n, transposed, [0] * space, groups)
         y = aten.convolution.default(x, weight, bias, *rest)
@@ -512,7 +514,9 @@ def _compare(call: Call, op: Op, rule: Rule, row: Row, ranks: int) -> list[str]:
             continue
         found = join([result[i] for result in results], placement)
         if found is None or found.shape != whole.shape or found.dtype != whole.dtype:
-            wrong.append(f"{where}: output {i} is {found if found is None else tuple(found.shape)}, not {tuple(whole.shape)}")
+            wrong.append(
+                f"{where}: output {i} is {found if found is None else tuple(found.shape)}, not {tuple(whole.shape)}"
+            )
         elif "empty" not in str(call.target) and not _close(found, whole):
             wrong.append(f"{where}: output {i} is off by {(found.double() - whole.double()).abs().max():.1e}")
     return wrong
@@ -600,9 +604,9 @@ def test_a_gradient_scaled_by_word_counts_is_not_split_by_words() -> None:
 def test_the_proposals_for_an_op_hold_the_rows_of_the_table(target: Any, args: Any) -> None:
     call, rule = Call(target, args, {}), TABLE[target]
     op = call.op()
-    rows = {
-        spread(rule, op, i, Shard(d), False, 2) for i, x in enumerate(op.inputs) for d in range(x.dim())
-    } | set(_linear_rows(rule, op, 2))
+    rows = {spread(rule, op, i, Shard(d), False, 2) for i, x in enumerate(op.inputs) for d in range(x.dim())} | set(
+        _linear_rows(rule, op, 2)
+    )
     rows.discard(None)
     assert rows
     assert rows <= set(propose(target, *args))
@@ -636,9 +640,19 @@ def _rows(n: int, *more: int) -> Tensor:
     ("name", "function", "args", "gone"),
     [
         ("row and column", lambda x, i: x[torch.arange(6), i], (floats(6, 5, 3), ints(5, 6)), aten.index.Tensor),
-        ("rows and columns", lambda x, i: x[torch.arange(6)[:, None], i], (floats(6, 5), ints(5, 6, 4)), aten.index.Tensor),
+        (
+            "rows and columns",
+            lambda x, i: x[torch.arange(6)[:, None], i],
+            (floats(6, 5), ints(5, 6, 4)),
+            aten.index.Tensor,
+        ),
         ("negative", lambda x, i: x[torch.arange(6), -1 - i], (floats(6, 5), ints(5, 6)), aten.index.Tensor),
-        ("three", lambda x, i, j: x[torch.arange(6), i, j], (floats(6, 5, 4, 3), ints(5, 6), ints(4, 6)), aten.index.Tensor),
+        (
+            "three",
+            lambda x, i, j: x[torch.arange(6), i, j],
+            (floats(6, 5, 4, 3), ints(5, 6), ints(4, 6)),
+            aten.index.Tensor,
+        ),
         (
             "gradient by row",
             lambda v, i: torch.zeros(6, 5, 3, dtype=v.dtype).index_put([torch.arange(6), i], v, True),

@@ -24,7 +24,9 @@ from torch import Tensor, fx, nn
 
 import autoshard
 from autoshard import Mean, Mesh, Plan, Report
+from autoshard.capture import capture_training
 from autoshard.compare import global_micro_batches, local_batch
+from autoshard.compile import compile_graph
 from autoshard.program import TAG, Graph, Kind, Program, tag
 from autoshard.rules import Labels, Rule
 from autoshard.rules.table import TABLE
@@ -196,16 +198,12 @@ def test_a_wrong_update_is_found_in_the_write_of_that_parameter() -> None:
 
 
 def _with_wrong_capture() -> Report:
-    from autoshard import api
-
-    original = api.capture_training
-
     def faulty(*args: Any, **kwargs: Any) -> Any:
-        captured = original(*args, **kwargs)
+        captured = capture_training(*args, **kwargs)
         _doubled_gradient(captured.graph)
         return captured
 
-    with mock.patch.object(api, "capture_training", faulty):
+    with mock.patch("autoshard.api.capture_training", faulty):
         return _verify()
 
 
@@ -236,12 +234,8 @@ def test_a_wrong_row_of_the_rule_table_is_found_at_the_op_that_it_is_of() -> Non
 
 
 def _with_wrong_compiler() -> Report:
-    from autoshard import engine
-
-    original = engine.compile_graph
-
     def faulty(name: str, graph: Graph, backend: str, runtime: Any) -> Any:
-        run, seconds = original(name, graph, backend, runtime)
+        run, seconds = compile_graph(name, graph, backend, runtime)
         at = next((i for i, port in graph.signature.find_outputs(Kind.GRADIENT) if port.name == FAULTY), None)
 
         def wrong(args: list[Tensor]) -> tuple[Tensor, ...]:
@@ -250,7 +244,7 @@ def _with_wrong_compiler() -> Report:
 
         return wrong, seconds
 
-    with mock.patch.object(engine, "compile_graph", faulty):
+    with mock.patch("autoshard.engine.compile_graph", faulty):
         return _verify()
 
 

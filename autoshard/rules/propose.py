@@ -161,7 +161,8 @@ def _placement(parts: list[Tensor], whole: Tensor | None, ranks: int) -> Placeme
         for outer in range(1, size)
         if size % outer == 0 and divides(size, Shard(d, outer), ranks)
     ]
-    for placement in [REPLICATE, *splits, PARTIAL]:
+    options: list[Placement] = [REPLICATE, *splits, PARTIAL]
+    for placement in options:
         found = join(parts, placement)
         if found is None or found.shape != whole.shape or found.dtype != whole.dtype:
             continue

@@ -152,7 +152,7 @@ def _indexed(node: fx.Node, known: _Known) -> Callable[..., Any] | None:
 def _is_zeros(node: Any) -> bool:
     if not isinstance(node, fx.Node):
         return False
-    return node.target in _ZEROS or (node.target is aten.full.default and node.args[1] == 0)
+    return node.target in _ZEROS or (node.target is aten.full.default and bool(node.args[1] == 0))
 
 
 def _summed(node: fx.Node, known: _Known) -> Callable[..., Any] | None:
@@ -167,9 +167,7 @@ def _summed(node: fx.Node, known: _Known) -> Callable[..., Any] | None:
         rest = x.shape[1 + len(others) :]
         flat = _flat(others, x.shape[1 : 1 + len(others)]).expand(shape).reshape(shape[0], -1, *[1] * len(rest))
         values = values.expand(*shape, *rest).reshape(shape[0], -1, *rest)
-        rows = torch.zeros(
-            (x.shape[0], math.prod(x.shape[1 : 1 + len(others)]), *rest), dtype=x.dtype, device=x.device
-        )
+        rows = torch.zeros((x.shape[0], math.prod(x.shape[1 : 1 + len(others)]), *rest), dtype=x.dtype, device=x.device)
         return rows.scatter_add(1, flat.expand(values.shape), values).reshape(x.shape)
 
     def by_index(x: Tensor, indices: list[Tensor], values: Tensor, _accumulate: bool, *_: Any) -> Tensor:

@@ -261,15 +261,13 @@ def _convolution_gradient(op: Op) -> Labels | None:
 
 def _attention(op: Op) -> Labels | None:
     """(batch, heads, length, width): batch and heads split; an attn bias or mask where it has those dims."""
-    q, k, v = op.inputs[:3]
+    q, k = op.inputs[:2]
     head = "h" if q.shape[1] == k.shape[1] else "."
-    rest = []
-    for t in op.inputs[3:]:
-        rest.append(_mask_dims(t, q, head))
+    rest = [_mask_dims(t, q, head) for t in op.inputs[3:]]
     outputs = [("b" + head + "..", "")]
-    for t in op.outputs[1:]:
-        batched = t is not None and t.dim() >= 2 and t.shape[0] == q.shape[0] and t.shape[1] == q.shape[1]
-        outputs.append(("b" + head + "." * (t.dim() - 2) if batched and t is not None else _dots(t), ""))
+    for y in op.outputs[1:]:
+        batched = y is not None and y.dim() >= 2 and y.shape[0] == q.shape[0] and y.shape[1] == q.shape[1]
+        outputs.append(("b" + head + "." * (y.dim() - 2) if batched and y is not None else _dots(y), ""))
     return Labels((*["b" + head + ".."] * 3, *rest), tuple(outputs))
 
 
@@ -323,7 +321,6 @@ def _select_gradient(op: Op) -> Labels | None:
 def _expanded(op: Op) -> Labels | None:
     x, y = op.inputs[0], op.outputs[0]
     assert y is not None
-    offset = y.dim() - x.dim()
     names = LETTERS[: y.dim()]
     return Labels((_aligned(x, names, y.shape),), ((names, ""),))
 
@@ -371,7 +368,7 @@ def _indexed(op: Op) -> Labels | None:
 
 
 def _product(left: str, right: str, out: str) -> Callable[[Op], Labels | None]:
-    """A product added to a first input that is broadcast to it. Its inner dim cannot split, or that would be added twice."""
+    """A product added to an input that is broadcast to it, and would be added twice if the inner dim were split."""
 
     def labels(op: Op) -> Labels | None:
         y = op.outputs[0]
@@ -537,14 +534,18 @@ def _pooling() -> dict[Any, Rule]:
     for n in (1, 2, 3):
         pools = [f"reflection_pad{n}d", f"replication_pad{n}d"]
         if n > 1:
-            pools += [f"max_pool{n}d_with_indices", f"avg_pool{n}d", f"_adaptive_avg_pool{n}d", f"adaptive_max_pool{n}d"]
+            pools += [
+                f"max_pool{n}d_with_indices",
+                f"avg_pool{n}d",
+                f"_adaptive_avg_pool{n}d",
+                f"adaptive_max_pool{n}d",
+            ]
         for name in [op for pool in pools for op in (pool, pool + "_backward")]:
             found[getattr(aten, name).default] = Rule(_planes(n))
         samplings = [f"upsample_nearest{n}d", f"_upsample_nearest_exact{n}d"]
         samplings += {
             1: ["upsample_linear1d"],
-            2: [f"{name}2d{aa}" for name in ("upsample_bilinear", "upsample_bicubic") for aa in ("",)]
-            + ["_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"],
+            2: ["upsample_bilinear2d", "upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"],
             3: ["upsample_trilinear3d"],
         }[n]
         for name in samplings:
