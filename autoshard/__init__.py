@@ -22,6 +22,7 @@ from autoshard.errors import (
     DivergenceError,
     OptimizerError,
     PlanError,
+    RankLostError,
     StateError,
     VerifyError,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "OptimizerError",
     "Plan",
     "PlanError",
+    "RankLostError",
     "Replicated",
     "Report",
     "State",

@@ -92,6 +92,7 @@ class Step:
 
     # ---------------------------------------------------------------- state
 
+    @runtime.lost_rank_explained()
     def init(self, batch: Any, *, keep_model: bool = False) -> State:
         """Traces, rewrites and compiles for this batch's shapes; returns the sharded state.
 
@@ -150,6 +151,7 @@ class Step:
 
     # ---------------------------------------------------------------- compute
 
+    @runtime.lost_rank_explained()
     def __call__(self, state: State, batch: Any) -> tuple[State, Metrics]:
         """One optimizer step. Donates `state`.
 
@@ -164,11 +166,13 @@ class Step:
         training = self._program_for(batch, call="step")
         return self.engine.step(training, state, batch)
 
+    @runtime.lost_rank_explained()
     def gradients(self, state: State, batch: Any) -> tuple[Metrics, dict[str, DTensor]]:
         """Gradients of the same program, without an update; `state` stays valid, its random key does not advance."""
         training = self._program_for(batch, call="gradients")
         return self.engine.gradients(training, state, batch)
 
+    @runtime.lost_rank_explained()
     def evaluate(self, state: State, batch: Any) -> Metrics:
         """Eval mode, no gradient. Any leading size, another on every rank too; the tail is exact.
 
@@ -177,6 +181,7 @@ class Step:
         self.runtime.agree("evaluate")
         return self.engine.evaluate(self, state, batch)
 
+    @runtime.lost_rank_explained()
     def forward(self, state: State, *args: Any, **kwargs: Any) -> Any:
         """The model's own call in eval mode: this rank's slice in, this rank's slice out, plain tensors."""
         evaluation = self.forward_program(args, kwargs)
@@ -271,7 +276,10 @@ class Step:
         if last is not None:
             from autoshard.compile import tell
 
-            tell(self.runtime, f"new batch shapes ({spec}), program {made + 1} of at most {self.plan.max_compiles}")
+            tell(
+                self.runtime,
+                f"new batch shapes ({spec}): compiling program {made + 1} of at most {self.plan.max_compiles}",
+            )
 
     def _layout(self, training: Training) -> Any:
         return stateinit.layout(self.source, training.with_gradient, self.context, self.runtime)
@@ -291,10 +299,6 @@ def _check_arguments(
 ) -> None:
     if not isinstance(model, nn.Module) and not callable(model):
         raise AutoshardError(f"model is {model!r}; valid: an nn.Module, or a callable that returns one")
-    if isinstance(model, type):
-        raise AutoshardError(
-            f"model is the class {model.__name__}; valid: an instance, or lambda: {model.__name__}(...)"
-        )
     if not isinstance(plan, Plan):
         raise AutoshardError(f"plan is {plan!r}; valid: autoshard.Plan(...)")
     if isinstance(optimizer, torch.optim.Optimizer):

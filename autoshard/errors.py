@@ -35,5 +35,9 @@ class DivergenceError(AutoshardError):
     """Ranks were given different plans, models or batches."""
 
 
+class RankLostError(RuntimeError):
+    """Another rank ended or cannot be reached, so a collective call cannot complete."""
+
+
 class VerifyError(RuntimeError):
     """An invariant of the program does not hold: a defect of autoshard, with an excerpt of the graph."""

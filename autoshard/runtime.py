@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoshard import compat
 from autoshard.collectives import Axis
-from autoshard.errors import DivergenceError, PlanError
+from autoshard.errors import DivergenceError, PlanError, RankLostError
 from autoshard.plan import Mesh, Plan
 
 
@@ -150,6 +150,28 @@ def _control_group(device: torch.device) -> dist.ProcessGroup | None:
         assert isinstance(group, dist.ProcessGroup)
         _control_groups[world] = group
     return _control_groups[world]
+
+
+_LOST = ("connection", "peer", "gloo", "nccl", "store", "socket")
+
+
+@contextmanager
+def lost_rank_explained() -> Iterator[None]:
+    """A collective that fails because another rank is gone says so, and what to do.
+
+    Raises:
+        RankLostError: in the place of the backend's own error.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if isinstance(error, RankLostError) or not any(word in text.lower() for word in _LOST):
+            raise
+        raise RankLostError(
+            f"another rank ended or cannot be reached ({text.splitlines()[0][:300]}); its own output says why. "
+            "Restart all ranks and go on from the last checkpoint: step.load(path), or resume=PATH for autoshard.train"
+        ) from error
 
 
 @contextmanager

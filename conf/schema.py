@@ -81,7 +81,7 @@ class Config:
     schedule: dict[str, Any] | None = None
     loss: str | None = "autoshard.tasks.next_token"
     global_batch: int = 16
-    steps: int = 400
+    steps: int = 240
     log_every: int = 10
     evaluate_every: int = 100
     evaluate_samples: int = 256
