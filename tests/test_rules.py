@@ -148,11 +148,11 @@ def _arithmetic() -> None:
     add(aten.div.Scalar, floats(6, 12), 2.0)
     add(aten.div.Tensor_mode, floats(6, 12), floats(12), rounding_mode="floor")
     x, g = floats(6, 12), floats(6, 12)
-    for op in (aten.neg, aten.exp, aten.relu, aten.tanh, aten.sigmoid, aten.gelu, aten.silu, aten.erf, aten.sin,
+    for packet in (aten.neg, aten.exp, aten.relu, aten.tanh, aten.sigmoid, aten.gelu, aten.silu, aten.erf, aten.sin,
                aten.abs,
                aten.isnan, aten.logical_not, aten.hardswish, aten.hardsigmoid, aten.softplus, aten.elu, aten.square,
                aten.leaky_relu, aten.mish, aten.round, aten.sign, aten.reciprocal, aten.nan_to_num):  # fmt: skip
-        add(op.default, x)
+        add(packet.default, x)
     add(aten.clamp.default, x, -0.5, 0.5)
     add(aten.pow.Tensor_Scalar, x, 2)
     add(aten.where.ScalarSelf, truths(6, 12), 1.0, x)
@@ -162,9 +162,9 @@ def _arithmetic() -> None:
     add(aten.fill.Tensor, x, floats())
     add(aten.masked_fill.Scalar, x, truths(12), 1.0)
     add(aten.masked_fill.Tensor, x, truths(6, 1), floats())
-    for op in (aten.gelu_backward, aten.silu_backward, aten.hardswish_backward, aten.hardsigmoid_backward,
+    for packet in (aten.gelu_backward, aten.silu_backward, aten.hardswish_backward, aten.hardsigmoid_backward,
                aten.tanh_backward, aten.sigmoid_backward, aten.mish_backward):  # fmt: skip
-        add(op.default, g, x)
+        add(packet.default, g, x)
     add(aten.gelu_backward.default, g, x, approximate="tanh")
     add(aten.threshold_backward.default, g, x, 0)
     add(aten.hardtanh_backward.default, g, x, -1, 1)
@@ -203,7 +203,7 @@ def _products() -> None:
 def _reductions() -> None:
     x = floats(6, 12, 6)
     for op in (aten.sum, aten.nansum):
-        add(op.default, x)
+        add(packet.default, x)
     for dims, keep in itertools.product(([0], [1, -1], [0, 1, 2], []), (False, True)):
         add(aten.sum.dim_IntList, x, dims, keep)
         add(aten.nansum.default, x, dims, keep)
@@ -217,9 +217,9 @@ def _reductions() -> None:
     add(aten.sum.dim_IntList, x > 0, [0])
     add(aten.sum.dim_IntList, x, None, dtype=torch.float32)
     for dim, keep in itertools.product((0, -1), (False, True)):
-        for op in (aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default, aten.prod.dim_int,
+        for overload in (aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default, aten.prod.dim_int,
                    aten.median.dim, aten.nanmedian.dim, aten.mode.default):  # fmt: skip
-            add(op, x, dim, keep)
+            add(overload, x, dim, keep)
         add(aten.any.dim, x > 0, dim, keep)
         add(aten.all.dim, x > 0, dim, keep)
         add(aten.kthvalue.default, x, 2, dim, keep)
