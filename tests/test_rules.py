@@ -203,7 +203,7 @@ def _products() -> None:
 def _reductions() -> None:
     x = floats(6, 12, 6)
     for op in (aten.sum, aten.nansum):
-        add(packet.default, x)
+        add(op.default, x)
     for dims, keep in itertools.product(([0], [1, -1], [0, 1, 2], []), (False, True)):
         add(aten.sum.dim_IntList, x, dims, keep)
         add(aten.nansum.default, x, dims, keep)
