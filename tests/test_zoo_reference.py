@@ -94,6 +94,20 @@ def test_a_mean_of_ragged_rows_differs_from_the_average_of_micro_batch_means() -
     assert abs(first.losses[0] - second.losses[0]) > 1e-3
 
 
+@pytest.mark.parametrize("name", ["hf_mamba", "hf_t5", "hf_llama", "hf_qwen3", "hf_gpt2"])
+def test_only_models_that_sum_over_the_batch_in_float32_move_when_one_device_splits_it(name: str) -> None:
+    """Why tests/multirank/test_zoo.py expects those models to miss the bound: the oracle itself moves by more."""
+    case = find_case(name)
+    batch = case.batches(1)
+    whole = reference.train(case.model(), batch, reference.Recipe(ranks=1), case.loss)
+    halves = reference.train(case.model(), batch, reference.Recipe(ranks=1, accumulate=2), case.loss)
+    moved = reference.worst(halves.gradients, whole.gradients)[0]
+    if "float32_sums" in case.tags:
+        assert 1e-8 < moved < 5e-7
+    else:
+        assert moved < 1e-12
+
+
 def test_clipping_reports_the_norm_before_it_and_bounds_the_update() -> None:
     case = find_case("mlp")
     batch = case.batches(1)

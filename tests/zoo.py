@@ -1046,7 +1046,7 @@ ZOO: tuple[ModelCase, ...] = (
         _hf_mamba,
         _short_causal_batch,
         None,
-        "transformers tied model_loss float32_loss state_space float32_inside",
+        "transformers tied model_loss float32_loss state_space float32_inside float32_sums",
         "Mamba, the sequential scan in plain torch",
     ),
 )
