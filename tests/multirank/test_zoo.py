@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from tests.multirank import zoo_run
 from tests.multirank.runner import run_ranks
@@ -30,7 +31,13 @@ TRAFFIC_EXCEPTIONS: dict[str, str] = {
 GATHER_EXCEPTIONS: dict[str, str] = {
     "contrastive": "every sample is scored against every other: each rank needs the whole batch's embeddings",
 }
-EXCEPTIONS = (FLOPS_EXCEPTIONS, BYTES_EXCEPTIONS, TRAFFIC_EXCEPTIONS, GATHER_EXCEPTIONS)
+# What misses the bound on values, with the reason. The bound stays: such a case is expected to fail, and a run in
+# which it passes fails the suite, so that the entry goes.
+INEXACT: dict[str, str] = {
+    "hf_mamba": "sums over the batch in float32: one device that splits the batch moves this gradient by more than the "
+    "bound too (tests/test_zoo_reference.py measures it)",
+}
+EXCEPTIONS = (INEXACT, FLOPS_EXCEPTIONS, BYTES_EXCEPTIONS, TRAFFIC_EXCEPTIONS, GATHER_EXCEPTIONS)
 
 
 def combinations() -> list[Combination]:
@@ -54,7 +61,13 @@ def measured(combination: Combination) -> list[Measured]:
     return _done[combination]
 
 
-@pytest.mark.parametrize("combination", combinations(), ids=str)
+def _case(combination: Combination) -> ParameterSet:
+    reason = INEXACT.get(combination.name)
+    marks = [pytest.mark.xfail(strict=True, raises=AssertionError, reason=reason)] if reason else []
+    return pytest.param(combination, id=str(combination), marks=marks)
+
+
+@pytest.mark.parametrize("combination", map(_case, combinations()))
 def test_a_model_under_a_stage_computes_what_one_device_computes_and_costs_its_share(combination: Combination) -> None:
     ranks = measured(combination)
     errors = zoo_run.compare(combination, ranks)
