@@ -22,11 +22,8 @@ if not _SUPPORTED[0] <= _found <= _SUPPORTED[1]:
         "pip install torch==2.14.1 torchvision==0.29.1"
     )
 
-import torch._inductor.compile_fx as _compile_fx  # noqa: E402
-import torch._inductor.config as _inductor_config  # noqa: E402
+from torch import _guards  # noqa: E402
 from torch._decomp import get_decompositions as _get_decompositions  # noqa: E402
-from torch._inductor.decomposition import select_decomp_table as _select_decomp_table  # noqa: E402
-from torch._inductor.graph import GraphLowering as _GraphLowering  # noqa: E402
 from torch._subclasses import fake_tensor as _fake  # noqa: E402
 from torch.fx.experimental import symbolic_shapes as _symbolic_shapes  # noqa: E402
 from torch.fx.experimental.proxy_tensor import get_proxy_mode as _get_proxy_mode  # noqa: E402
@@ -72,6 +69,43 @@ def engine_backward() -> Iterator[None]:
         if hasattr(torch.compiler, "_patch_engine_backward"):  # torch >= 2.12
             stack.enter_context(torch.compiler._patch_engine_backward())
         yield
+
+
+def fresh_inputs(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Fake tensors like `values` in a mode of their own that can keep guards, as Inductor's graph cache demands."""
+    with FakeTensorMode(allow_non_fake_inputs=True, shape_env=_symbolic_shapes.ShapeEnv(), static_shapes=True):
+        return [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values]
+
+
+def inputs_of_any_length(
+    values: Sequence[torch.Tensor], length: int
+) -> tuple[list[torch.Tensor], Callable[[int], bool]]:
+    """Flat fake tensors of one symbolic length for those of `values` that have dims, 0-dim ones for the rest.
+
+    Args:
+        length: elements; what a compiler may tune for, at least 2.
+
+    Returns:
+        The inputs; and a function that says whether code compiled for them is right for a length.
+    """
+    from torch._dynamo.source import ConstantSource
+
+    environment = _symbolic_shapes.ShapeEnv()
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment)
+    context = _symbolic_shapes.StatelessSymbolicContext(dynamic_sizes=[_symbolic_shapes.DimDynamic.DUCK])
+    inputs = []
+    for i, value in enumerate(values):
+        example = torch.empty((length,) if value.dim() else (), dtype=value.dtype, device="meta")
+        source = ConstantSource(f"input{i}")
+        fake = mode.from_tensor(example, symbolic_context=context if value.dim() else None, source=source)
+        with mode:
+            inputs.append(torch.empty_strided(fake.shape, fake.stride(), dtype=value.dtype, device=value.device))
+
+    def holds(other: int) -> bool:
+        guards = [guard.expr for guard in environment.guards]
+        return all(bool(g.subs(dict.fromkeys(g.free_symbols, other))) for g in guards)
+
+    return inputs, holds
 
 
 def traced_graph() -> fx.Graph:
@@ -134,21 +168,30 @@ def torch_decompositions(ops: Sequence[Any]) -> dict[Any, Callable[..., Any]]:
 
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
     """What Inductor wants decomposed before it compiles a graph."""
-    return dict(_select_decomp_table())
+    from torch._inductor.decomposition import select_decomp_table  # importing Inductor takes seconds: not at the top
+
+    return dict(select_decomp_table())
 
 
 def compile_inductor(gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[[list[Any]], Any]:
     """Compile a decomposed graph of local shapes. The result takes a list, which it empties, and returns a tuple.
 
+    `inputs` are from `fresh_inputs` or `inputs_of_any_length`: without their mode Inductor's graph cache is passed by.
     With Inductor's reordering for memory off, gathers stay where the `zero` pass put them or start one use
     earlier; tests/test_compile.py asserts it on the generated code.
     """
-    with _inductor_config.patch(
-        reorder_for_peak_memory=False,
-        reorder_for_locality=False,
-        comprehensive_padding=False,
+    from torch._inductor import compile_fx, config
+
+    mode = next(x.fake_mode for x in inputs if isinstance(x, FakeTensor))
+    with (
+        config.patch(
+            reorder_for_peak_memory=False,
+            reorder_for_locality=False,
+            comprehensive_padding=False,
+        ),
+        _guards.tracing(_guards.TracingContext(mode)),
     ):
-        return _compile_fx.compile_fx_inner(gm, list(inputs), is_inference=True)
+        return compile_fx.compile_fx_inner(gm, list(inputs), is_inference=True)
 
 
 def all_gather(output: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup | None) -> None:
@@ -160,14 +203,17 @@ def all_gather(output: torch.Tensor, value: torch.Tensor, group: dist.ProcessGro
 @contextlib.contextmanager
 def generated_code() -> Iterator[list[str]]:
     """The source that Inductor generates within, one string a graph."""
+    from torch._inductor import config
+    from torch._inductor.graph import GraphLowering
+
     found: list[str] = []
-    saved = _GraphLowering.save_output_code
-    _GraphLowering.save_output_code = staticmethod(found.append)
+    saved = GraphLowering.save_output_code
+    GraphLowering.save_output_code = staticmethod(found.append)
     try:
-        with _inductor_config.patch(force_disable_caches=True):
+        with config.patch(force_disable_caches=True):
             yield found
     finally:
-        _GraphLowering.save_output_code = saved
+        GraphLowering.save_output_code = saved
 
 
 def register_group(name: str, group: dist.ProcessGroup) -> None:

@@ -57,6 +57,8 @@ class Tag:
         role: what a collective or redistribution is for, else None.
         placements: per output of the node (one for a plain tensor), its placements; () before `place`.
         rule: the placement rule that applied, for `explain()`; "replicated" where there was none.
+        region: nodes of one region stand together and are compiled by themselves, once for all regions that compute
+            the same; "" for what is compiled with the rest of its graph.
     """
 
     phase: Phase
@@ -64,6 +66,7 @@ class Tag:
     role: Role | None = None
     placements: tuple[Placements, ...] = ()
     rule: str = ""
+    region: str = ""
 
     def but(self, **changes: Any) -> Tag:
         return dataclasses.replace(self, **changes)

@@ -36,17 +36,19 @@ def retrace(
     graph: Graph,
     decompositions: Decompositions | None = None,
     *,
+    inputs: list[torch.Tensor] | None = None,
     functionalize: bool = False,
     on_inputs: Callable[[tuple[Any, ...]], None] | None = None,
 ) -> Graph:
     """`graph` traced again under `decompositions`, with the same signature.
 
     Args:
+        inputs: fake tensors to trace on; None for those that `graph` was traced on.
         on_inputs: told the traced inputs before the first node runs, for decompositions that need one.
         functionalize: replace in-place ops by pure ones; final writes into inputs are dropped, since a graph
             returns new buffers as outputs.
     """
-    inputs = [node.meta["val"] for node in graph.placeholders()]
+    inputs = [node.meta["val"] for node in graph.placeholders()] if inputs is None else inputs
     first = default_tag(graph)
 
     def run(*args: torch.Tensor) -> Any:

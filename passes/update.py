@@ -122,41 +122,54 @@ class _Epilogue:
             grads[i] = self._change(grads[i], p.gradient, p.updated, p.shape)
             self._stamp(p.name, Role.GRAD_REDUCE)
         norm = self._norm(grads)
-        if self.context.plan.clip_norm is not None:
-            # torch.nn.utils.clip_grad_norm_'s formula
-            scale = (self.context.plan.clip_norm / (norm + 1e-6)).clamp(max=1.0)
-            grads = [g * scale.to(g.dtype) for g in grads]
+        clip = self.context.plan.clip_norm
+        # torch.nn.utils.clip_grad_norm_'s formula
+        scale = None if clip is None else (clip / (norm + 1e-6)).clamp(max=1.0)
         factor = self._factor(step)
         lr = factor * self.binding.groups[0].lr
         self._stamp("")
         results = [norm.to(torch.float64), lr]
         if not self.graph_mode:
+            results += grads if scale is None else [g * scale.to(g.dtype) for g in grads]
             torch.ops.aten.copy_.default(step, step + 1)
             self._stamp("")
-            return results + grads
+            return results
         slots = iter(rest)
         number = (step + 1).to(torch.float64)
         for p, param, grad in zip(self.parameters, params, grads, strict=True):
             held = {slot.name: next(slots) for slot in p.slots}
-            self._update(p, param, grad, held, factor, number)
+            self._update(p, param, grad, held, factor, number, scale)
         torch.ops.aten.copy_.default(step, step + 1)
         self._stamp("")
         return results
 
     def _update(
-        self, p: _Parameter, param: Tensor, grad: Tensor, held: dict[str, Tensor], factor: Tensor, number: Tensor
+        self,
+        p: _Parameter,
+        param: Tensor,
+        grad: Tensor,
+        held: dict[str, Tensor],
+        factor: Tensor,
+        number: Tensor,
+        scale: Tensor | None,
     ) -> None:
         rule, group = self.binding.rule, self.binding.group_of(p.name)
         assert rule is not None
         shard = self._change(param, p.at_rest, p.updated, p.shape)
-        new, new_slots = rule.update(shard, grad, held, factor * group.lr, number, group)
         self._stamp(p.name)
-        whole = self._change(new, p.updated, p.at_rest, p.shape)
-        self._stamp(p.name, Role.PARAM_GATHER)
-        torch.ops.aten.copy_.default(param, whole)
+        if scale is not None:
+            grad = grad * scale.to(grad.dtype)
+        new, new_slots = rule.update(shard, grad, held, factor * group.lr, number, group)
         for slot, value in new_slots.items():
             torch.ops.aten.copy_.default(held[slot], value)
-        self._stamp(p.name)
+        if p.at_rest == p.updated:
+            torch.ops.aten.copy_.default(param, new)
+        self._stamp(p.name, region=f"update {p.name}")
+        if p.at_rest != p.updated:
+            whole = self._change(new, p.updated, p.at_rest, p.shape)
+            self._stamp(p.name, Role.PARAM_GATHER)
+            torch.ops.aten.copy_.default(param, whole)
+            self._stamp(p.name)
 
     def _factor(self, step: Tensor) -> Tensor:
         schedule = self.context.schedule
@@ -171,8 +184,8 @@ class _Epilogue:
         for p, grad in zip(self.parameters, grads, strict=True):
             where = tuple(i for i, placement in enumerate(p.updated) if isinstance(placement, Shard))
             wide = grad if grad.dtype in (torch.float32, torch.float64) else grad.float()
-            sums.setdefault(where, []).append((wide * wide).sum().to(torch.float64))
-        self._stamp("")
+            sums.setdefault(where, []).append((wide * wide).sum(dtype=torch.float64))
+            self._stamp(p.name, region=f"norm {p.name}")
         total: Tensor | None = None
         for where, parts in sums.items():
             part = torch.stack(parts).sum()
@@ -190,5 +203,5 @@ class _Epilogue:
             x = collectives.redistribute(x, axis, source[i], target[i], shape, self.coordinates[i])
         return x
 
-    def _stamp(self, name: str, role: Role | None = None) -> None:
-        stamp(compat.traced_graph(), Tag(Phase.UPDATE, name.rpartition(".")[0], role))
+    def _stamp(self, name: str, role: Role | None = None, region: str = "") -> None:
+        stamp(compat.traced_graph(), Tag(Phase.UPDATE, name.rpartition(".")[0], role, region=region))

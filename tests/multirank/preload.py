@@ -17,6 +17,7 @@ _MODULES = (
     "torch.distributed.tensor",
     "torch.fx.experimental.proxy_tensor",
     "torchvision",
+    "torch._inductor.compile_fx",
     *(
         f"transformers.models.{name}.modeling_{name}"
         for name in ("gpt2", "llama", "bert", "t5", "qwen2", "qwen3", "mamba")
