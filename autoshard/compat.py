@@ -25,6 +25,7 @@ if not _SUPPORTED[0] <= _found <= _SUPPORTED[1]:
 from torch import _guards  # noqa: E402
 from torch._decomp import get_decompositions as _get_decompositions  # noqa: E402
 from torch._subclasses import fake_tensor as _fake  # noqa: E402
+from torch.fx import _lazy_graph_module  # noqa: E402
 from torch.fx.experimental import symbolic_shapes as _symbolic_shapes  # noqa: E402
 from torch.fx.experimental.proxy_tensor import get_proxy_mode as _get_proxy_mode  # noqa: E402
 from torch.fx.experimental.proxy_tensor import make_fx as _make_fx  # noqa: E402
@@ -57,6 +58,7 @@ def make_fx(
     with fx.traceback.preserve_node_meta(), contextlib.ExitStack() as stack:
         if hasattr(torch.compiler, "_non_strict_tracing_context"):  # torch >= 2.12
             stack.enter_context(torch.compiler._non_strict_tracing_context())
+        stack.enter_context(_lazy_graph_module._use_lazy_graph_module(True))
         return _make_fx(
             function, decomposition_table=decompositions or {}, tracing_mode="real", _allow_non_fake_inputs=True
         )(*args)
@@ -106,6 +108,11 @@ def inputs_of_any_length(
         return all(bool(g.subs(dict.fromkeys(g.free_symbols, other))) for g in guards)
 
     return inputs, holds
+
+
+def graph_module(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """`graph` as a module whose Python code is written when it is first called; most graphs are only rewritten."""
+    return _lazy_graph_module._LazyGraphModule(root, graph)
 
 
 def traced_graph() -> fx.Graph:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from autoshard.passes.accumulate import accumulator
 from autoshard.placement import Partial, Shard
 from autoshard.plan import Plan
 from autoshard.program import Graph, Kind, Port, Program, Signature
-from autoshard.retrace import clean
+from autoshard.retrace import clean, copied
 from autoshard.runtime import Runtime
 from autoshard.state import Key, Layout, State
 
@@ -116,11 +115,7 @@ class Engine:
         if captured.weighted:
             graphs["prologue"] = _counts_only(captured)
         snapshots: dict[str, Program] = {}
-
-        def watch(name: str, program: Program) -> None:
-            snapshots[name] = _copied(program)
-
-        program = run_passes(Program(graphs), context, watch=watch)
+        program = run_passes(Program(graphs), context, watch=snapshots.__setitem__)
         self.runtime.agree(f"program {Program(program.graphs)}")
         executables = {
             name: Executable(graph.signature, *compile_graph(name, graph, self.plan.backend, self.runtime))
@@ -433,17 +428,10 @@ def _total(values: list[Tensor]) -> Tensor:
 def _counts_only(captured: Captured) -> Graph:
     """The captured graph cut down to the counts of the loss terms that need a weight."""
     graph = captured.graph
-    module = copy.deepcopy(graph.module)
+    module = copied(graph).module
     wanted = {f"loss.{i}.count" for i in map(int, captured.weighted)}
     kept = [i for i, port in enumerate(graph.signature.outputs) if port.kind is Kind.LOSS and port.name in wanted]
     output = next(iter(reversed(module.graph.nodes)))
     output.args = (tuple(output.args[0][i] for i in kept),)
     clean(module)
     return Graph(module, Signature(graph.signature.inputs, tuple(graph.signature.outputs[i] for i in kept)))
-
-
-def _copied(program: Program) -> Program:
-    return Program(
-        {name: Graph(copy.deepcopy(g.module), g.signature, g.local) for name, g in program.graphs.items()},
-        program.history,
-    )

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from autoshard import compat
 from autoshard.program import TAG, Graph, Tag
+from autoshard.retrace import copied
 
 Run = Callable[[list[Tensor]], Sequence[Tensor]]
 Compile = Callable[[fx.GraphModule, list[Tensor]], Run]
@@ -56,7 +57,7 @@ def outlined(graph: Graph, compile_region: Compile) -> tuple[fx.GraphModule, int
     Args:
         compile_region: called once per distinct region with its graph and fake inputs.
     """
-    module = fx.GraphModule(graph.module, _copied(graph.module.graph))
+    module = copied(graph).module
     regions = [_cut(run) for run in _runs(module.graph) if _is_worth_a_kernel(run)]
     kernels = _Kernels(compile_region, regions)
     for region in regions:
@@ -64,14 +65,6 @@ def outlined(graph: Graph, compile_region: Compile) -> tuple[fx.GraphModule, int
     module.graph.lint()
     module.recompile()
     return module, kernels.compiled
-
-
-def _copied(graph: fx.Graph) -> fx.Graph:
-    """A copy whose nodes have metas of their own."""
-    copy = fx.Graph()
-    result = copy.graph_copy(graph, {})
-    copy.output(result)
-    return copy
 
 
 def _region_of(node: fx.Node) -> str:
@@ -100,7 +93,7 @@ def _cut(nodes: tuple[fx.Node, ...]) -> Region:
     for node in nodes:
         new[node] = graph.node_copy(node, new.__getitem__)
     graph.output(tuple(new[node] for node in outputs))
-    module = fx.GraphModule({}, graph)
+    module = compat.graph_module(torch.nn.Module(), graph)
     length = _flat_length(inputs, nodes, outputs)
     return Region(nodes, inputs, outputs, module, _key(graph, length is not None), length)
 

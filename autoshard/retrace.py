@@ -71,6 +71,15 @@ def retrace(
     return Graph(module, graph.signature, graph.local)
 
 
+def copied(graph: Graph) -> Graph:
+    """`graph` with nodes of its own, for a pass that edits where it stands; values are shared."""
+    new = fx.Graph()
+    new.output(new.graph_copy(graph.module.graph, {}))
+    for before, after in zip(graph.module.graph.nodes, new.nodes, strict=True):
+        after.meta = dict(before.meta)
+    return Graph(compat.graph_module(graph.module, new), graph.signature, graph.local)
+
+
 def default_tag(graph: Graph) -> Tag:
     """The tag for what no node of `graph` accounts for: that of its first tagged node."""
     return next(node.meta[TAG] for node in graph.module.graph.nodes if TAG in node.meta)

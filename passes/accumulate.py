@@ -16,7 +16,7 @@ from autoshard import compat
 from autoshard.manager import PassContext
 from autoshard.passes.lower import local_shape
 from autoshard.program import TAG, Graph, Kind, Port, Program, Signature, tag
-from autoshard.retrace import clean
+from autoshard.retrace import clean, copied
 
 _ADDED = (Kind.LOSS, Kind.EXTRA, Kind.GRADIENT)
 
@@ -29,7 +29,7 @@ def accumulator(port: Port) -> Port:
 def accumulate(program: Program, context: PassContext) -> Program:
     if context.plan.accumulate == 1 or "micro" not in program.graphs:
         return program
-    return program.with_graph("micro", _accumulating(program.graphs["micro"], context))
+    return program.with_graph("micro", _accumulating(copied(program.graphs["micro"]), context))
 
 
 def _accumulating(graph: Graph, context: PassContext) -> Graph:

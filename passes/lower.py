@@ -15,21 +15,22 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autoshard import collectives, compat
+from autoshard import collectives
 from autoshard.errors import VerifyError
+from autoshard.fragments import Writer
 from autoshard.manager import PassContext
 from autoshard.ops import whole
 from autoshard.passes.place import op_outputs, redistribute
 from autoshard.placement import Shard
-from autoshard.program import TAG, Graph, Kind, Placements, Port, Program, Signature, tag
+from autoshard.program import Graph, Kind, Placements, Port, Program, Signature, tag
 from autoshard.randomness import uniform_op
-from autoshard.retrace import clean, default_tag, stamp
+from autoshard.retrace import clean, default_tag
 from autoshard.rules import rule_of
 
 
 def lower(program: Program, context: PassContext) -> Program:
     for name, graph in program.graphs.items():
-        program = program.with_graph(name, _lowered(graph, context))
+        program = program.with_graph(name, _Lowering(graph, context).run())
     return program
 
 
@@ -45,63 +46,82 @@ def local_shape(shape: tuple[int, ...], placements: Placements, context: PassCon
     return shape
 
 
-def fake_inputs(ports: tuple[Port, ...], context: PassContext) -> list[Tensor]:
-    return [
-        torch.empty(local_shape(port.shape, port.placements, context), dtype=port.dtype, device=context.device)
-        for port in ports
-    ]
-
-
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
 
-class _Lowering(fx.Interpreter):
-    """Runs the global graph on local fake tensors under the tracer."""
+class _Lowering:
+    """Writes the global graph again, on local shapes."""
 
-    def __init__(self, module: fx.GraphModule, context: PassContext, coordinates: list[Tensor]) -> None:
-        super().__init__(module)
+    def __init__(self, graph: Graph, context: PassContext) -> None:
+        self.graph = graph
         self.context = context
-        self.coordinates = coordinates
+        self.writer = Writer()
+        self.local: dict[fx.Node, fx.Node] = {}
+        self.coordinates: list[fx.Node] = []
 
-    def run_node(self, n: fx.Node) -> Any:
-        if n.op != "call_function" or not op_outputs(n):
-            return super().run_node(n)
-        args, kwargs = self.fetch_args_kwargs_from_env(n)
+    def run(self) -> Graph:
+        coordinates = coordinate_ports(self.context)
+        ports = (*self.graph.signature.inputs, *coordinates)
+        first = default_tag(self.graph).but(role=None)
+        placeholders = self.graph.placeholders()
+        names = [str(node.target) for node in placeholders] + [f"coordinate_{port.name}" for port in coordinates]
+        made = [
+            self.writer.placeholder(
+                name,
+                local_shape(port.shape, port.placements, self.context),
+                port.dtype,
+                self.context.device,
+                first.but(placements=(port.placements,)),
+            )
+            for name, port in zip(names, ports, strict=True)
+        ]
+        self.local.update(zip(placeholders, made, strict=False))
+        self.coordinates = made[len(placeholders) :]
+        for node in self.graph.module.graph.nodes:
+            if node.op in ("call_function", "get_attr"):
+                self.local[node] = self._node(node)
+        module = self.writer.finish([self.local[node] for node in self.graph.output_nodes()], self.graph.module)
+        clean(module)
+        return Graph(module, Signature(ports, self.graph.signature.outputs), local=True)
+
+    def _node(self, n: fx.Node) -> fx.Node:
+        if n.op == "get_attr":
+            copy = self.writer.graph.node_copy(n)
+            copy.meta = dict(n.meta)
+            return copy
+        args, kwargs = fx.map_arg((n.args, n.kwargs), self.local.__getitem__)
         if n.target is redistribute:
             result = self._redistribute(n, args[0])
         elif n.target is uniform_op:
-            result = self._uniform(n, args)
-        elif n.target is whole:
-            result = args[0] * 1  # a value of its own, which the compiler fuses away
+            result = self.writer.call(n.target, self._uniform(n, args), {}, tag(n), n.name)
+        elif n.target is whole:  # a value of its own, which the compiler fuses away
+            result = self.writer.call(torch.ops.aten.mul.Tensor, (args[0], 1), {}, tag(n), n.name)
         elif n.target in _VIEWS:
             # A collective may have left other strides than the global program had.
-            result = torch.reshape(args[0], self._localize(n, list(args))[1])
+            result = self.writer.reshape(args[0], self._localize(n, list(args))[1], tag(n), n.name)
         else:
-            result = n.target(*self._localize(n, list(args)), **kwargs)  # type: ignore[operator]
-        self._check(n, result)
-        stamp(compat.traced_graph(), n.meta[TAG])
+            assert callable(n.target)
+            result = self.writer.call(n.target, tuple(self._localize(n, list(args))), kwargs, tag(n), n.name)
+        self._check(n, result.meta["val"])
         return result
 
-    def _redistribute(self, n: fx.Node, x: Tensor) -> Tensor:
+    def _redistribute(self, n: fx.Node, x: fx.Node) -> fx.Node:
         arguments: tuple[Any, ...] = n.args
-        _, axis, source, target = arguments
-        before = tag(n.args[0]).placements[0]  # type: ignore[arg-type]
+        source, axis, before, after = arguments
         size = list(n.meta["val"].shape)
-        for i, (placement, other) in enumerate(zip(before, self.context.axes, strict=True)):
+        for i, (placement, other) in enumerate(zip(tag(source).placements[0], self.context.axes, strict=True)):
             if i != axis:
                 size = list(collectives.local_shape(tuple(size), placement, other.ranks))
-        return collectives.redistribute(
-            x,
-            self.context.axes[axis],
-            source,
-            target,
-            tuple(size),
-            self.coordinates[axis],
-        )
 
-    def _uniform(self, n: fx.Node, args: Any) -> Tensor:
+        def change(x: Tensor, coordinate: Tensor) -> Tensor:
+            return collectives.redistribute(x, self.context.axes[axis], before, after, tuple(size), coordinate)
+
+        key = ("redistribute", axis, before, after, tuple(size))
+        return self.writer.write(change, [x, self.coordinates[axis]], tag(n), key)
+
+    def _uniform(self, n: fx.Node, args: Any) -> tuple[Any, ...]:
         sharded = [(i, p) for i, p in enumerate(tag(n).placements[0]) if isinstance(p, Shard)]
-        return uniform_op(
+        return (
             *args[:4],
             [self.coordinates[i] for i, _ in sharded],
             [p.dim for _, p in sharded],
@@ -133,21 +153,3 @@ class _Lowering(fx.Interpreter):
                     f"{tuple(value.shape)}, its placement {[list(map(str, p)) for p in tag(n).placements]} of "
                     f"{[tuple(v.shape) for v in op_outputs(n) if isinstance(v, Tensor)]} says {shape}"
                 )
-
-
-def _lowered(graph: Graph, context: PassContext) -> Graph:
-    extra = coordinate_ports(context)
-    ports = (*graph.signature.inputs, *extra)
-    first = default_tag(graph)
-
-    def run(*args: Tensor) -> Any:
-        stamp(compat.traced_graph(), first)
-        coordinates = list(args[len(args) - len(extra) :]) if extra else []
-        return _Lowering(graph.module, context, coordinates).run(*args[: len(args) - len(extra)])
-
-    with compat.fake_mode():
-        module = compat.make_fx(run, fake_inputs(ports, context))
-    for node, port in zip([n for n in module.graph.nodes if n.op == "placeholder"], ports, strict=True):
-        node.meta[TAG] = first.but(placements=(port.placements,), role=None)
-    clean(module)
-    return Graph(module, Signature(ports, graph.signature.outputs), local=True)

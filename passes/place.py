@@ -26,7 +26,7 @@ from autoshard.ops import whole
 from autoshard.placement import REPLICATE, Partial, Placement, Replicate, Shard
 from autoshard.program import TAG, Graph, Kind, Placements, Port, Program, Role, Tag, tag
 from autoshard.randomness import uniform_op
-from autoshard.retrace import clean
+from autoshard.retrace import clean, copied
 from autoshard.rules import Op, Row, candidates, divides, make_op, replicated, rule_of, spread
 
 
@@ -42,6 +42,7 @@ def place(program: Program, context: PassContext) -> Program:
 
 
 def _placed(graph: Graph, context: PassContext) -> Graph:
+    graph = copied(graph)
     inputs = tuple(_seed(port, context) for port in graph.signature.inputs)
     choices = [_choose(graph, inputs, i, axis.ranks) for i, axis in enumerate(context.axes)]
     outputs = _write(graph, inputs, choices, context)

@@ -11,20 +11,21 @@ returns the reduced and clipped gradients instead.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
-from autoshard import collectives, compat
+from autoshard import collectives
+from autoshard.fragments import Writer
 from autoshard.manager import PassContext
 from autoshard.optim import Mode, SlotTemplate
-from autoshard.passes.lower import coordinate_ports, fake_inputs
+from autoshard.passes.lower import coordinate_ports, local_shape
 from autoshard.passes.zero import parameter_at_rest, slot_at_rest
 from autoshard.placement import Shard
-from autoshard.program import TAG, Graph, Kind, Phase, Placements, Port, Program, Role, Signature, Tag
-from autoshard.retrace import clean, stamp
+from autoshard.program import Graph, Kind, Phase, Placements, Port, Program, Role, Signature, Tag
+from autoshard.retrace import clean
 
 
 def parameter_placements(shape: tuple[int, ...], context: PassContext) -> Placements:
@@ -78,6 +79,8 @@ class _Epilogue:
         self.context = context
         self.binding = context.binding
         unassigned = set(self.binding.unassigned)
+        self.writer = Writer()
+        self.coordinates: list[fx.Node] = []
         self.graph_mode = self.binding.mode is Mode.GRAPH
         self.gradients = [port for port in gradients if port.name not in unassigned]
         self.parameters = [
@@ -105,71 +108,83 @@ class _Epilogue:
         outputs = [Port(Kind.RESULT, name, (), torch.float64, context.replicate()) for name in ("grad_norm", "lr")]
         if not self.graph_mode:
             outputs += [g.at(p.updated) for p, g in zip(self.parameters, self.gradients, strict=True)]
-        with compat.fake_mode():
-            module = compat.make_fx(lambda *flat: self._run(list(flat)), fake_inputs(tuple(inputs), context))
-        for node, port in zip([n for n in module.graph.nodes if n.op == "placeholder"], inputs, strict=True):
-            node.meta[TAG] = Tag(Phase.UPDATE, placements=(port.placements,))
+        nodes = [
+            self.writer.placeholder(
+                f"{port.kind.name.lower()}_{port.name}",
+                local_shape(port.shape, port.placements, context),
+                port.dtype,
+                context.device,
+                Tag(Phase.UPDATE, placements=(port.placements,)),
+            )
+            for port in inputs
+        ]
+        module = self.writer.finish(self._write(nodes))
         clean(module)
         return Graph(module, Signature(tuple(inputs), tuple(outputs)), local=True)
 
-    def _run(self, flat: list[Tensor]) -> list[Tensor]:
+    def _write(self, nodes: list[fx.Node]) -> list[fx.Node]:
         n = len(self.parameters)
-        params, grads, rest = flat[:n], flat[n : 2 * n], flat[2 * n :]
+        params, grads, rest = nodes[:n], nodes[n : 2 * n], nodes[2 * n :]
         self.coordinates = rest[len(rest) - len(self.context.axes) :]
         step = rest[len(rest) - len(self.context.axes) - 1]
-        self._stamp("")
-        for i, p in enumerate(self.parameters):
-            grads[i] = self._change(grads[i], p.gradient, p.updated, p.shape)
-            self._stamp(p.name, Role.GRAD_REDUCE)
+        grads = [
+            self._change(g, p.gradient, p.updated, p, Role.GRAD_REDUCE)
+            for p, g in zip(self.parameters, grads, strict=True)
+        ]
         norm = self._norm(grads)
-        clip = self.context.plan.clip_norm
-        # torch.nn.utils.clip_grad_norm_'s formula
-        scale = None if clip is None else (clip / (norm + 1e-6)).clamp(max=1.0)
-        factor = self._factor(step)
-        lr = factor * self.binding.groups[0].lr
-        self._stamp("")
-        results = [norm.to(torch.float64), lr]
-        if not self.graph_mode:
-            results += grads if scale is None else [g * scale.to(g.dtype) for g in grads]
-            torch.ops.aten.copy_.default(step, step + 1)
-            self._stamp("")
-            return results
-        slots = iter(rest)
-        number = (step + 1).to(torch.float64)
-        for p, param, grad in zip(self.parameters, params, grads, strict=True):
-            held = {slot.name: next(slots) for slot in p.slots}
-            self._update(p, param, grad, held, factor, number, scale)
-        torch.ops.aten.copy_.default(step, step + 1)
-        self._stamp("")
+        scale, clip = None, self.context.plan.clip_norm
+        if clip is not None:  # torch.nn.utils.clip_grad_norm_'s formula
+            scale = self._once(lambda total: (clip / (total + 1e-6)).clamp(max=1.0), norm)
+        factor = self._once(self._factor, step)
+        results = [norm, self._once(lambda factor: factor * self.binding.groups[0].lr, factor)]
+        if self.graph_mode:
+            number = self._once(lambda step: (step + 1).to(torch.float64), step)
+            slots = iter(rest)
+            for p, param, grad in zip(self.parameters, params, grads, strict=True):
+                held = {slot.name: next(slots) for slot in p.slots}
+                self._update(p, param, grad, held, [factor, number] if scale is None else [factor, number, scale])
+        elif scale is None:
+            results += grads
+        else:
+            for p, grad in zip(self.parameters, grads, strict=True):
+                clipped = self.writer.write(lambda g, s: g * s.to(g.dtype), [grad, scale], _tag(p), "clip")
+                results.append(clipped)
+        self._once(lambda step: torch.ops.aten.copy_.default(step, step + 1), step)
         return results
 
+    def _once(self, function: Callable[..., Tensor], *nodes: fx.Node) -> fx.Node:
+        """What `function` does, written where nothing else does the same."""
+        return self.writer.write(function, nodes, Tag(Phase.UPDATE), object())
+
     def _update(
-        self,
-        p: _Parameter,
-        param: Tensor,
-        grad: Tensor,
-        held: dict[str, Tensor],
-        factor: Tensor,
-        number: Tensor,
-        scale: Tensor | None,
+        self, p: _Parameter, param: fx.Node, grad: fx.Node, held: dict[str, fx.Node], numbers: list[fx.Node]
     ) -> None:
+        """The rule as a region of its own: what it writes lies as the optimizer's state does."""
         rule, group = self.binding.rule, self.binding.group_of(p.name)
         assert rule is not None
-        shard = self._change(param, p.at_rest, p.updated, p.shape)
-        self._stamp(p.name)
-        if scale is not None:
-            grad = grad * scale.to(grad.dtype)
-        new, new_slots = rule.update(shard, grad, held, factor * group.lr, number, group)
-        for slot, value in new_slots.items():
-            torch.ops.aten.copy_.default(held[slot], value)
-        if p.at_rest == p.updated:
-            torch.ops.aten.copy_.default(param, new)
-        self._stamp(p.name, region=f"update {p.name}")
-        if p.at_rest != p.updated:
-            whole = self._change(new, p.updated, p.at_rest, p.shape)
-            self._stamp(p.name, Role.PARAM_GATHER)
-            torch.ops.aten.copy_.default(param, whole)
-            self._stamp(p.name)
+        in_place = p.at_rest == p.updated
+        names = list(held)
+
+        def run(shard: Tensor, grad: Tensor, *rest: Tensor) -> Tensor | None:
+            slots = dict(zip(names, rest, strict=False))
+            factor, number, *scale = rest[len(names) :]
+            if scale:
+                grad = grad * scale[0].to(grad.dtype)
+            new, new_slots = rule.update(shard, grad, slots, factor * group.lr, number, group)
+            for slot, value in new_slots.items():
+                torch.ops.aten.copy_.default(slots[slot], value)
+            if not in_place:
+                return new
+            torch.ops.aten.copy_.default(shard, new)
+            return None
+
+        shard = self._change(param, p.at_rest, p.updated, p)
+        key = ("update", self.binding.groups.index(group), in_place, len(numbers))
+        region = _tag(p).but(region=f"update {p.name}")
+        new = self.writer.write(run, [shard, grad, *held.values(), *numbers], region, key)
+        if not in_place:
+            whole = self._change(new, p.updated, p.at_rest, p, Role.PARAM_GATHER)
+            self.writer.call(torch.ops.aten.copy_.default, (param, whole), {}, _tag(p))
 
     def _factor(self, step: Tensor) -> Tensor:
         schedule = self.context.schedule
@@ -178,30 +193,44 @@ class _Epilogue:
             return torch.full((), float(factor), dtype=torch.float64, device=step.device)
         return factor.to(torch.float64)
 
-    def _norm(self, grads: list[Tensor]) -> Tensor:
+    def _norm(self, grads: list[fx.Node]) -> fx.Node:
         """The L2 norm of the whole gradient; one all-reduce per set of axes over which gradients are sharded."""
-        sums: dict[tuple[int, ...], list[Tensor]] = {}
+
+        def squares(grad: Tensor) -> Tensor:
+            wide = grad if grad.dtype in (torch.float32, torch.float64) else grad.float()
+            return (wide * wide).sum(dtype=torch.float64)
+
+        sums: dict[tuple[int, ...], list[fx.Node]] = {}
         for p, grad in zip(self.parameters, grads, strict=True):
             where = tuple(i for i, placement in enumerate(p.updated) if isinstance(placement, Shard))
-            wide = grad if grad.dtype in (torch.float32, torch.float64) else grad.float()
-            sums.setdefault(where, []).append((wide * wide).sum(dtype=torch.float64))
-            self._stamp(p.name, region=f"norm {p.name}")
-        total: Tensor | None = None
-        for where, parts in sums.items():
+            made = self.writer.write(squares, [grad], _tag(p).but(region=f"norm {p.name}"), "norm")
+            sums.setdefault(where, []).append(made)
+        totals = [self._total(where, parts) for where, parts in sums.items()]
+        return self._once(lambda *parts: torch.stack(parts).sum().sqrt(), *totals)
+
+    def _total(self, where: tuple[int, ...], parts: list[fx.Node]) -> fx.Node:
+        def total(*parts: Tensor) -> Tensor:
             part = torch.stack(parts).sum()
             for i in where:
                 part = collectives.all_reduce(part, self.context.axes[i])
-            self._stamp("", Role.NORM_REDUCE)
-            total = part if total is None else total + part
-        assert total is not None
-        norm = total.sqrt()
-        self._stamp("")
-        return norm
+            return part
 
-    def _change(self, x: Tensor, source: Placements, target: Placements, shape: tuple[int, ...]) -> Tensor:
-        for i, axis in enumerate(self.context.axes):
-            x = collectives.redistribute(x, axis, source[i], target[i], shape, self.coordinates[i])
-        return x
+        return self.writer.write(total, parts, Tag(Phase.UPDATE, role=Role.NORM_REDUCE), ("total", where))
 
-    def _stamp(self, name: str, role: Role | None = None, region: str = "") -> None:
-        stamp(compat.traced_graph(), Tag(Phase.UPDATE, name.rpartition(".")[0], role, region=region))
+    def _change(
+        self, x: fx.Node, source: Placements, target: Placements, p: _Parameter, role: Role | None = None
+    ) -> fx.Node:
+        if source == target:
+            return x
+
+        def change(x: Tensor, *coordinates: Tensor) -> Tensor:
+            for i, axis in enumerate(self.context.axes):
+                x = collectives.redistribute(x, axis, source[i], target[i], p.shape, coordinates[i])
+            return x
+
+        key = ("change", source, target, p.shape)
+        return self.writer.write(change, [x, *self.coordinates], _tag(p, role), key)
+
+
+def _tag(p: _Parameter, role: Role | None = None) -> Tag:
+    return Tag(Phase.UPDATE, p.name.rpartition(".")[0], role)

@@ -21,7 +21,7 @@ from autoshard.passes.place import redistribute
 from autoshard.placement import REPLICATE, Partial, Placement, Replicate, Shard, shard_length
 from autoshard.plan import Plan
 from autoshard.program import TAG, Graph, Kind, Phase, Port, Program, Role, Signature, tag
-from autoshard.retrace import clean
+from autoshard.retrace import clean, copied
 from autoshard.rules.table import CHEAP_VIEWS
 
 
@@ -59,7 +59,7 @@ def zero(program: Program, context: PassContext) -> Program:
     if context.data is None:
         return program
     for name, graph in program.graphs.items():
-        program = program.with_graph(name, _Rewrite(graph, context).run())
+        program = program.with_graph(name, _Rewrite(copied(graph), context).run())
     return program
 
 

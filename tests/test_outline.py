@@ -92,7 +92,9 @@ def test_one_kernel_updates_parameters_of_every_shape() -> None:
     for inputs in recorder.inputs:
         assert any(x.dim() for x in inputs)
         assert all(isinstance(x.shape[0], torch.SymInt) for x in inputs if x.dim())
-    calls = [n for n in module.graph.nodes if n.op == "call_function" and not isinstance(n.target, torch._ops.OpOverload)]
+    calls = [
+        n for n in module.graph.nodes if n.op == "call_function" and not isinstance(n.target, torch._ops.OpOverload)
+    ]
     kernels = [node for node in calls if node.name.startswith("kernel")]
     assert len(kernels) == 2 * 4  # (), (1,) and a shard of one are not worth one
 
