@@ -94,7 +94,7 @@ def inputs_of_any_length(
 
     environment = _symbolic_shapes.ShapeEnv()
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment)
-    context = _symbolic_shapes.StatelessSymbolicContext(dynamic_sizes=[_symbolic_shapes.DimDynamic.DUCK])
+    context: Any = _symbolic_shapes.StatelessSymbolicContext(dynamic_sizes=[_symbolic_shapes.DimDynamic.DUCK])
     inputs = []
     for i, value in enumerate(values):
         example = torch.empty((length,) if value.dim() else (), dtype=value.dtype, device="meta")

@@ -126,7 +126,7 @@ def _key(graph: fx.Graph, any_length: bool) -> str:
             shape = f"{value.dim() > 0}" if any_length else f"{tuple(value.shape)} {value.stride()}"
             lines.append(f"{value.dtype} {value.device} {shape}")
         else:
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), names.__getitem__)  # type: ignore[arg-type]
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), names.__getitem__)
             lines.append(f"{node.target} {args} {kwargs}")
     return "\n".join(lines)
 

@@ -89,7 +89,8 @@ class _Lowering:
             copy = self.writer.graph.node_copy(n)
             copy.meta = dict(n.meta)
             return copy
-        args, kwargs = fx.map_arg((n.args, n.kwargs), self.local.__getitem__)
+        given: Any = fx.map_arg((n.args, n.kwargs), self.local.__getitem__)
+        args, kwargs = given
         if n.target is redistribute:
             result = self._redistribute(n, args[0])
         elif n.target is uniform_op:

@@ -101,9 +101,10 @@ def test_one_kernel_updates_parameters_of_every_shape() -> None:
 
 def test_other_options_make_another_kernel() -> None:
     def grouped(named: Any) -> torch.optim.Optimizer:
-        parameters = dict(named)
-        decayed = [parameters.pop("wide"), parameters.pop("tall")]
-        return torch.optim.AdamW([{"params": decayed, "weight_decay": 0.5}, {"params": [*parameters.values()]}], lr=0.1)
+        parameters: dict[str, Any] = dict(named)
+        decayed: list[Any] = [parameters.pop("wide"), parameters.pop("tall")]
+        groups: list[dict[str, Any]] = [{"params": decayed, "weight_decay": 0.5}, {"params": [*parameters.values()]}]
+        return torch.optim.AdamW(groups, lr=0.1)
 
     one, two = Recorder(), Recorder()
     outlined(program(ADAMW).graphs["epilogue"], one)
