@@ -26,6 +26,7 @@ from autoshard.known import KnownValues
 from autoshard.loss import Objective, as_objective
 from autoshard.program import TAG, Graph, Kind, Phase, Port, Signature, Tag, tag
 from autoshard.retrace import clean, retrace, stamp
+from autoshard.rules import strided
 
 Loss = Callable[[nn.Module, Any], Any]
 
@@ -143,7 +144,16 @@ def _batch_norm(
     return out, save_mean, save_rstd
 
 
-_MUTATING: dict[Any, Callable[..., Any]] = {torch.ops.aten.native_batch_norm.default: _batch_norm}
+def _within(x: Tensor, *view: Any, **_: Any) -> Any:
+    """A view by places in memory is refused where it cannot be said by elements, else traced as it is."""
+    strided.check(x, *view)
+    return NotImplemented
+
+
+_MUTATING: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten.native_batch_norm.default: _batch_norm,
+    **dict.fromkeys(strided.READS, _within),
+}
 
 
 @dataclass(frozen=True)
@@ -326,6 +336,8 @@ def _guarded(request: _Request, weights: int) -> tuple[_Trace, fx.GraphModule]:
     trace = _Trace(request)
     try:
         return trace, trace.run(weights)
+    except strided.LayoutError as error:
+        raise CaptureError(f"{_user_line(error)}: {error}") from error
     except compat.DATA_DEPENDENT_ERRORS as error:
         raise CaptureError(
             f"{_user_line(error)}: the model's Python control flow or an output's shape depends on the values of a "

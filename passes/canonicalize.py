@@ -299,26 +299,6 @@ def _std_mean(x: Tensor, dim: Any = None, **options: Any) -> tuple[Tensor, Tenso
     return variance.sqrt(), mean
 
 
-def _is_whole(x: Tensor, size: Any, stride: Any, offset: Any) -> bool:
-    """Whether a strided view of a contiguous tensor is all of it in order."""
-    if not x.is_contiguous() or math.prod(size) != x.numel() or (offset or 0) != x.storage_offset():
-        return False
-    expected = 1
-    for length, step in zip(reversed(size), reversed(stride), strict=True):
-        if length != 1 and step != expected:
-            return False
-        expected *= length
-    return True
-
-
-def _strided(x: Tensor, size: Any, stride: Any, offset: Any = None) -> Tensor:
-    return x.view(size) if _is_whole(x, size, stride, offset) else NotImplemented
-
-
-def _strided_write(x: Tensor, source: Tensor, size: Any, stride: Any, offset: Any = None) -> Tensor:
-    return source.reshape(x.shape).to(x.dtype) if _is_whole(x, size, stride, offset) else NotImplemented
-
-
 def _empty_strided(x: Tensor, size: Any, stride: Any, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
     """Zeros whose dims lie in memory in the order of `stride`."""
     order = sorted(range(len(size)), key=lambda d: -stride[d])
@@ -336,8 +316,6 @@ _OWN: dict[Any, Callable[..., Any]] = {
     aten.empty_like.default: _filled_like,
     aten.ones_like.default: _ones_like,
     aten.new_empty_strided.default: _empty_strided,
-    aten.as_strided.default: _strided,
-    aten.as_strided_scatter.default: _strided_write,
     aten.squeeze.default: _squeezed,
     aten.squeeze.dim: _squeezed,
     aten.squeeze.dims: _squeezed,

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
@@ -278,7 +279,83 @@ def test_lower_accumulate_and_update_compute_what_one_device_computes(stage: int
     assert run_ranks(_verified, 2, stage, accumulate) == ["", ""]
 
 
+class _ByPlace(nn.Module):
+    """Reads and writes an activation and a weight by their places in memory, rows of 5."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(6, 5, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        w = self.weight
+        h = x @ w
+        n = h.shape[0]
+        views = [
+            h.as_strided((n, 3), (5, 1), 1),  # some columns
+            h.as_strided((n, 2, 3), (5, 2, 1)),  # windows that overlap, within a row
+            h.as_strided((5 * n - 2, 3), (1, 1)),  # windows over all rows
+            h.t().as_strided((5, 3), (1, 2)),  # the memory under a transposed view
+            (h.t() * 2).as_strided((n, 5), (5, 1)),  # all of it, in the order of memory
+            x @ w.as_strided((6, 3), (5, 1), 1),
+            x @ w.t().as_strided((6, 2), (2, 1), 7),
+        ]
+        written = h.t().clone()
+        written.as_strided((n, 2), (5, 1), 1).mul_(3)
+        return (
+            torch.cat([(v.sin() * torch.arange(1.0, v.numel() + 1).view(v.shape)).flatten() for v in views]).mean()
+            + (written.sin() * torch.arange(1.0, 5 * n + 1).view(5, n)).mean()
+        )
+
+
+def _strided_gradients() -> dict[str, Tensor]:
+    plan = Plan(zero=3, backend="debug", device="cpu")
+    step = autoshard.parallelize(_ByPlace(), plan, loss=lambda model, x: model(x))
+    x = _rows().chunk(2)[dist.get_rank()]
+    metrics, gradients = step.gradients(step.init(x), x)
+    return {"loss": metrics["loss"], "weight": gradients["weight"].full_tensor()}
+
+
+def _rows() -> Tensor:
+    return torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def test_views_by_place_in_memory_see_the_elements_that_one_device_sees() -> None:
+    model = _ByPlace()
+    loss = model(_rows())
+    loss.backward()
+    for found in run_ranks(_strided_gradients, 2):
+        torch.testing.assert_close(found["loss"], loss.detach(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(found["weight"], model.weight.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_a_strided_view_whose_dims_in_front_are_the_batch_s_stays_sharded() -> None:
+    def windows(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).as_strided((x.shape[0], 3, 2), (4, 1, 1)).pow(2).mean()
+
+    placed = snapshots(_linear(), windows, X)["place"].graphs["micro"]
+    node = next(n for n in placed.module.graph.nodes if n.target is aten.index_select.default)
+    assert tag(node).placements == ((Shard(0),),)
+    assert not any("as_strided" in line for line in lines(placed))
+
+
 # ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda h: h[1:].as_strided((3, 2), (4, 1), 0),  # before the view's own elements
+        lambda h: h[:2].as_strided((4, 4), (4, 1)),  # after them
+        lambda h: h[:, :2].as_strided((4, 2), (4, 1)),  # its elements have gaps
+    ],
+)
+def test_a_view_of_memory_that_is_not_the_tensor_s_own_is_refused_with_its_source_line(view: Any) -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return view(model(x)).sum()
+
+    with pytest.raises(CaptureError, match=r"test_passes\.py:\d+, .*as_strided.*: as_strided to size .*contiguous\(\)"):
+        captured(_linear(), loss, X)
 
 
 def test_canonicalize_refuses_a_random_op_that_it_cannot_make_reproducible() -> None:

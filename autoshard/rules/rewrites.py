@@ -8,6 +8,8 @@ here, so that any spelling of ``arange`` is seen. Before and after, the values a
     index_put(zeros, [arange(B), i], v, True)       ->  scatter_add(zeros, 1, i, v)
     index_put(zeros, [i], v, True)                  ->  embedding_dense_backward(v, i)
     embedding_bag(w, words, offsets=arange * n)     ->  embedding(w, words.view(-1, n)).sum(1)
+
+`as_strided` is written by elements here too (see `strided`).
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from torch import Tensor, fx
 
 from autoshard import compat
 from autoshard.compat import pytree
+from autoshard.rules import strided
 
 aten = torch.ops.aten
 
@@ -48,6 +51,8 @@ def separate_samples(module: fx.GraphModule) -> Iterator[None]:
                 form = _bags(node, known)
             elif node.target is aten._embedding_bag_backward.default:
                 form = _bags_gradient(node, known)
+            else:
+                form = strided.by_elements(node)
             if form is not None:
                 changed.append((node, form))
     originals = [(node, node.target) for node, _ in changed]
