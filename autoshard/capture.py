@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules import module as nn_module
 
 from autoshard import batch as batches
-from autoshard import compat
+from autoshard import compat, ops
 from autoshard.batch import BatchSpec
 from autoshard.compat import pytree
 from autoshard.errors import CaptureError
@@ -251,7 +251,8 @@ class _Trace:
             if self.request.accumulate == 1:
                 value = mean.total if isinstance(mean.count, (int, float)) and mean.count == 1 else mean.value
             elif isinstance(mean.count, Tensor):
-                value = mean.total * weights[len(weighted)].to(mean.total.dtype) if weights else mean.total
+                total = ops.wide(mean.total)  # a weight of a count is too small a number for half precision
+                value = total * weights[len(weighted)].to(total.dtype) if weights else total
                 weighted.append(str(i))
             else:
                 value = mean.total / (mean.count * self.request.accumulate)
@@ -277,7 +278,8 @@ class _Trace:
         for i, (name, mean) in enumerate(means):
             constant = None if isinstance(mean.count, Tensor) else float(mean.count)
             terms.append(Term(name, constant))
-            parts = [mean.total.detach()] + ([mean.count] if constant is None else [])
+            # Half precision would lose bits, or overflow, where ranks and micro-batches are added up.
+            parts = [ops.wide(x) for x in (mean.total.detach(), *([mean.count] if constant is None else []))]
             for part, value in zip(("total", "count"), parts, strict=False):
                 self.outputs.append(Port(kind, f"{name}.{i}.{part}", (), value.dtype))
                 outputs.append(value)

@@ -26,7 +26,7 @@ from autoshard.invariants import check_program
 from autoshard.manager import PassContext, pass_list, run_passes
 from autoshard.optim import bind
 from autoshard.passes.lower import lower
-from autoshard.placement import REPLICATE, Shard
+from autoshard.placement import PARTIAL, REPLICATE, Shard
 from autoshard.program import TAG, Graph, Kind, Program, render, tag
 from tests.multirank.runner import run_ranks
 
@@ -337,6 +337,73 @@ def test_a_strided_view_whose_dims_in_front_are_the_batch_s_stays_sharded() -> N
     node = next(n for n in placed.module.graph.nodes if n.target is aten.index_select.default)
     assert tag(node).placements == ((Shard(0),),)
     assert not any("as_strided" in line for line in lines(placed))
+
+
+def _half_scores(x: Tensor) -> Tensor:
+    return torch.stack([x.flatten(), x.flatten() + 1], 1).log_softmax(1)
+
+
+def _half_statistics(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """A loss of half precision, and sums over the batch that overflow float16 where what is made of them does not."""
+    x, y = batch["x"], batch["y"].flatten()
+    found = {
+        "mean": x.mean(),
+        "mean of rows": x.mean((0, 2))[1],
+        "mean of float32 as half": x.float().mean(dtype=x.dtype),
+        "variance": (x / 100).var(),
+        "deviation": ((x - 100) * 8).std(),
+        "nll": F.nll_loss(_half_scores(x), y, weight=torch.arange(1, 3, dtype=x.dtype)),
+        "mse": F.mse_loss(x / 100, x.detach() / 50),
+        "huber": F.huber_loss(x, x.detach() + 9),
+        "bce": F.binary_cross_entropy_with_logits(x - 100, (x > 100).to(x.dtype)),
+        "norm": torch.linalg.vector_norm(x),
+        "mean of bag": F.embedding_bag(
+            torch.arange(4).repeat(128)[None].long(), x[0].detach() * 100, mode="mean"
+        ).mean(),
+    }
+    return model(x).square().mean() + found["mse"], found
+
+
+def test_half_precision_is_summed_wide_and_rounded_once() -> None:
+    torch.manual_seed(0)
+    model = nn.BatchNorm1d(4).half()
+    nn.init.uniform_(model.bias, 1, 2)
+    x = (torch.randn(32, 4, 1024) * 10 + 100).half()
+    batch = {"x": x, "y": torch.randint(0, 2, (32, 4 * 1024))}
+    one_rank = {name: value.chunk(2)[0] for name, value in batch.items()}
+    found = snapshots(copy.deepcopy(model), _half_statistics, one_rank)  # type: ignore[arg-type]
+    graph = found["zero"].graphs["micro"]
+    given = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    args = [
+        batch["x" if "x" in port.name else "y"] if port.kind is Kind.BATCH
+        else torch.zeros(2, dtype=torch.int64) if port.kind is Kind.RNG
+        else given[port.name].detach().clone()
+        for port in graph.signature.inputs
+    ]  # fmt: skip
+    with torch.no_grad():
+        outputs = zip(graph.signature.outputs, fx.Interpreter(graph.module).run(*args), strict=True)
+    double = copy.deepcopy(model).double()
+    loss, extras = _half_statistics(double, {**batch, "x": x.double()})
+    loss.backward()
+    seen = set()
+    for port, value in outputs:
+        match port.kind:
+            case Kind.GRADIENT:
+                expected = double.get_parameter(port.name).grad
+            case Kind.BUFFER:
+                expected = double.get_buffer(port.name)
+            case Kind.LOSS:
+                expected = loss.detach()
+            case _:
+                expected = extras[port.name.removesuffix(".total").rpartition(".")[0]].detach()
+        assert expected is not None
+        seen.add(port.name)
+        assert value.dtype == (torch.float32 if port.kind in (Kind.LOSS, Kind.EXTRA) else port.dtype)
+        assert value.double().tolist() == pytest.approx(expected.double().tolist(), rel=2e-3), port.name  # fp16: 1e-3
+    assert len(seen) == 1 + len(extras) + 2 + 3
+    rounded = [n for n in graph.module.graph.nodes if "convert_element_type" in str(n.target)]
+    assert rounded
+    assert not any(PARTIAL in tag(n.args[0]).placements[0] for n in rounded)
 
 
 # ---------------------------------------------------------------- what is refused

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autoshard import compat
+from autoshard import compat, ops
 from autoshard.compat import pytree
 from autoshard.rules import strided
 
@@ -224,9 +224,9 @@ def _bags(node: fx.Node, known: _Known) -> Callable[..., Any] | None:
         return None
 
     def bags(weight: Tensor, words: Tensor, offsets: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
-        total = aten.embedding.default(weight, words.view(-1, length)).sum(1)
+        total = ops.wide(aten.embedding.default(weight, words.view(-1, length))).sum(1)
         empty = torch.zeros((0,), dtype=torch.int64, device=words.device)
-        return (total / length if mean else total), empty, empty, empty
+        return ops.rounded(total / length if mean else total, weight.dtype), empty, empty, empty
 
     return bags
 
