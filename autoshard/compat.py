@@ -25,6 +25,7 @@ if not _SUPPORTED[0] <= _found <= _SUPPORTED[1]:
 import torch._inductor.compile_fx as _compile_fx  # noqa: E402
 import torch._inductor.config as _inductor_config  # noqa: E402
 from torch._decomp import get_decompositions as _get_decompositions  # noqa: E402
+from torch._functorch._aot_autograd import logging_utils as _logging_utils  # noqa: E402
 from torch._inductor.decomposition import select_decomp_table as _select_decomp_table  # noqa: E402
 from torch._inductor.graph import GraphLowering as _GraphLowering  # noqa: E402
 from torch._subclasses import fake_tensor as _fake  # noqa: E402
@@ -68,10 +69,24 @@ def make_fx(
 @contextlib.contextmanager
 def engine_backward() -> Iterator[None]:
     """Backward nodes traced within get the sequence number of the forward node they differentiate."""
-    with contextlib.ExitStack() as stack:
-        if hasattr(torch.compiler, "_patch_engine_backward"):  # torch >= 2.12
-            stack.enter_context(torch.compiler._patch_engine_backward())
+    if hasattr(torch.compiler, "_patch_engine_backward"):  # torch >= 2.12
+        with torch.compiler._patch_engine_backward():
+            yield
+        return
+    graph: Any = torch.autograd.graph
+    autograd: Any = torch.autograd
+    run = graph._engine_run_backward
+
+    def hooked(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        roots = [x.grad_fn if isinstance(x, torch.Tensor) else x.node for x in outputs]
+        _logging_utils.setup_stacktrace_preservation_hooks([root for root in roots if root is not None])
+        return run(outputs, *args, **kwargs)
+
+    graph._engine_run_backward = autograd._engine_run_backward = hooked
+    try:
         yield
+    finally:
+        graph._engine_run_backward = autograd._engine_run_backward = run
 
 
 def traced_graph() -> fx.Graph:
