@@ -24,6 +24,7 @@ if not _SUPPORTED[0] <= _found <= _SUPPORTED[1]:
 
 import torch._inductor.compile_fx as _compile_fx  # noqa: E402
 import torch._inductor.config as _inductor_config  # noqa: E402
+from torch import _meta_registrations  # noqa: E402
 from torch._decomp import get_decompositions as _get_decompositions  # noqa: E402
 from torch._functorch._aot_autograd import logging_utils as _logging_utils  # noqa: E402
 from torch._inductor.decomposition import select_decomp_table as _select_decomp_table  # noqa: E402
@@ -36,6 +37,19 @@ from torch.nn.utils import stateless as _stateless  # noqa: E402
 from torch.utils import _python_dispatch as _dispatch  # noqa: E402
 from torch.utils import _pytree  # noqa: E402
 from torch.utils import checkpoint as _checkpoint  # noqa: E402
+
+if _found < (2, 12):
+    # Attention in float64 on CPU returns its logsumexp in float64; torch 2.11 declares float32, and Inductor then
+    # reads one as the other.
+    _attention = "_scaled_dot_product_flash_attention_for_cpu"
+    _declared = getattr(_meta_registrations, f"meta_{_attention}")
+
+    def _as_returned(query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        out, logsumexp = _declared(query, *args, **kwargs)
+        return out, logsumexp.to(torch.promote_types(query.dtype, torch.float32))
+
+    _meta_kernels = torch.library.Library("aten", "IMPL", "Meta")
+    _meta_kernels.impl(_attention, _as_returned, allow_override=True)
 
 pytree = _pytree
 FakeTensor = _fake.FakeTensor
