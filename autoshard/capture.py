@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules import module as nn_module
 
 from autoshard import batch as batches
-from autoshard import compat
+from autoshard import compat, ops
 from autoshard.batch import BatchSpec
 from autoshard.compat import pytree
 from autoshard.errors import CaptureError
@@ -26,6 +26,7 @@ from autoshard.known import KnownValues
 from autoshard.loss import Objective, as_objective
 from autoshard.program import TAG, Graph, Kind, Phase, Port, Signature, Tag, tag
 from autoshard.retrace import clean, retrace, stamp
+from autoshard.rules import strided
 
 Loss = Callable[[nn.Module, Any], Any]
 
@@ -143,7 +144,16 @@ def _batch_norm(
     return out, save_mean, save_rstd
 
 
-_MUTATING: dict[Any, Callable[..., Any]] = {torch.ops.aten.native_batch_norm.default: _batch_norm}
+def _within(x: Tensor, *view: Any, **_: Any) -> Any:
+    """A view by places in memory is refused where it cannot be said by elements, else traced as it is."""
+    strided.check(x, *view)
+    return NotImplemented
+
+
+_MUTATING: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten.native_batch_norm.default: _batch_norm,
+    **dict.fromkeys(strided.READS, _within),
+}
 
 
 @dataclass(frozen=True)
@@ -241,7 +251,8 @@ class _Trace:
             if self.request.accumulate == 1:
                 value = mean.total if isinstance(mean.count, (int, float)) and mean.count == 1 else mean.value
             elif isinstance(mean.count, Tensor):
-                value = mean.total * weights[len(weighted)].to(mean.total.dtype) if weights else mean.total
+                total = ops.wide(mean.total)  # a weight of a count is too small a number for half precision
+                value = total * weights[len(weighted)].to(total.dtype) if weights else total
                 weighted.append(str(i))
             else:
                 value = mean.total / (mean.count * self.request.accumulate)
@@ -267,7 +278,8 @@ class _Trace:
         for i, (name, mean) in enumerate(means):
             constant = None if isinstance(mean.count, Tensor) else float(mean.count)
             terms.append(Term(name, constant))
-            parts = [mean.total.detach()] + ([mean.count] if constant is None else [])
+            # Half precision would lose bits, or overflow, where ranks and micro-batches are added up.
+            parts = [ops.wide(x) for x in (mean.total.detach(), *([mean.count] if constant is None else []))]
             for part, value in zip(("total", "count"), parts, strict=False):
                 self.outputs.append(Port(kind, f"{name}.{i}.{part}", (), value.dtype))
                 outputs.append(value)
@@ -326,6 +338,8 @@ def _guarded(request: _Request, weights: int) -> tuple[_Trace, fx.GraphModule]:
     trace = _Trace(request)
     try:
         return trace, trace.run(weights)
+    except strided.LayoutError as error:
+        raise CaptureError(f"{_user_line(error)}: {error}") from error
     except compat.DATA_DEPENDENT_ERRORS as error:
         raise CaptureError(
             f"{_user_line(error)}: the model's Python control flow or an output's shape depends on the values of a "

@@ -22,7 +22,7 @@ if not _SUPPORTED[0] <= _found <= _SUPPORTED[1]:
         "pip install torch==2.14.1 torchvision==0.29.1"
     )
 
-from torch import _guards  # noqa: E402
+from torch import _guards, _meta_registrations  # noqa: E402
 from torch._decomp import get_decompositions as _get_decompositions  # noqa: E402
 from torch._subclasses import fake_tensor as _fake  # noqa: E402
 from torch.fx import _lazy_graph_module  # noqa: E402
@@ -33,6 +33,19 @@ from torch.nn.utils import stateless as _stateless  # noqa: E402
 from torch.utils import _python_dispatch as _dispatch  # noqa: E402
 from torch.utils import _pytree  # noqa: E402
 from torch.utils import checkpoint as _checkpoint  # noqa: E402
+
+if _found < (2, 12):
+    # Attention in float64 on CPU returns its logsumexp in float64; torch 2.11 declares float32, and Inductor then
+    # reads one as the other.
+    _attention = "_scaled_dot_product_flash_attention_for_cpu"
+    _declared = getattr(_meta_registrations, f"meta_{_attention}")
+
+    def _as_returned(query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        out, logsumexp = _declared(query, *args, **kwargs)
+        return out, logsumexp.to(torch.promote_types(query.dtype, torch.float32))
+
+    _meta_kernels = torch.library.Library("aten", "IMPL", "Meta")
+    _meta_kernels.impl(_attention, _as_returned, allow_override=True)
 
 pytree = _pytree
 FakeTensor = _fake.FakeTensor
@@ -67,10 +80,26 @@ def make_fx(
 @contextlib.contextmanager
 def engine_backward() -> Iterator[None]:
     """Backward nodes traced within get the sequence number of the forward node they differentiate."""
-    with contextlib.ExitStack() as stack:
-        if hasattr(torch.compiler, "_patch_engine_backward"):  # torch >= 2.12
-            stack.enter_context(torch.compiler._patch_engine_backward())
+    if hasattr(torch.compiler, "_patch_engine_backward"):  # torch >= 2.12
+        with torch.compiler._patch_engine_backward():
+            yield
+        return
+    from torch._functorch._aot_autograd import logging_utils
+
+    graph: Any = torch.autograd.graph
+    autograd: Any = torch.autograd
+    run = graph._engine_run_backward
+
+    def hooked(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        roots = [x.grad_fn if isinstance(x, torch.Tensor) else x.node for x in outputs]
+        logging_utils.setup_stacktrace_preservation_hooks([root for root in roots if root is not None])
+        return run(outputs, *args, **kwargs)
+
+    graph._engine_run_backward = autograd._engine_run_backward = hooked
+    try:
         yield
+    finally:
+        graph._engine_run_backward = autograd._engine_run_backward = run
 
 
 def fresh_inputs(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:

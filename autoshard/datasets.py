@@ -172,14 +172,14 @@ def _generator(seed: int, index: int) -> torch.Generator:
     return torch.Generator().manual_seed(zlib.crc32(f"{seed}/{index}".encode()))
 
 
-def _stdlib_sources() -> list[tuple[str, bytes]]:
-    """(path below the standard library, content) of its sources, in path order."""
+def _stdlib_sources() -> list[tuple[str, Path]]:
+    """(path below the standard library, where it is) of its sources, in path order."""
     root = Path(sysconfig.get_path("stdlib"))
     found = []
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).parts
         if not _LEFT_OUT.intersection(parts) and not parts[0].startswith(_GENERATED):
-            found.append(("/".join(parts), path.read_bytes()))
+            found.append(("/".join(parts), path))
     if len(found) < 10:
         raise FileNotFoundError(
             f"{root} has {len(found)} Python sources; this Python was installed without its standard library's text. "
@@ -188,11 +188,12 @@ def _stdlib_sources() -> list[tuple[str, bytes]]:
     return found
 
 
-def _split(files: list[tuple[str, bytes]], limit: int) -> tuple[list[bytes], list[bytes]]:
+def _split(files: list[tuple[str, Path]], limit: int) -> tuple[list[bytes], list[bytes]]:
     ordered = sorted(files, key=lambda file: (zlib.crc32(file[0].encode()), file[0]))
     taken: list[bytes] = []
     total = 0
-    for _, content in ordered:
+    for _, path in ordered:
+        content = path.read_bytes()
         if total + len(content) > limit:
             break
         taken.append(content)
@@ -201,4 +202,5 @@ def _split(files: list[tuple[str, bytes]], limit: int) -> tuple[list[bytes], lis
 
 
 def _join(files: list[bytes]) -> Tensor:
-    return torch.frombuffer(bytearray(b"\0".join(files)), dtype=torch.uint8)
+    text = bytearray(b"\0".join(files))
+    return torch.frombuffer(text, dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)

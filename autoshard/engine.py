@@ -308,12 +308,22 @@ class Engine:
         found: dict[tuple[Kind, str], Tensor] = {(p.kind, p.name): v for p, v in values.items()}
         captured, count = training.captured, self.plan.accumulate
         losses = list(_means(Kind.LOSS, captured.terms, found, count))
+        extras = list(_means(Kind.EXTRA, captured.extras, found, count))
+        return self._report(captured, losses, extras, (training.spec.rows or 0) * self.runtime.data_ranks)
+
+    def _report(
+        self,
+        captured: Captured,
+        losses: Sequence[tuple[Tensor, Any]],
+        extras: Sequence[tuple[Tensor, Any]],
+        rows: int,
+    ) -> Metrics:
+        """Metrics from the (total, count) of every loss term and extra, summed over ranks and pieces.
+
+        "tokens" is the sum of the counts that are tensors, as a `Mean` over tokens has.
+        """
         metrics = {"loss": _total([total / n for total, n in losses])}
-        metrics |= {
-            term.name: total / n
-            for term, (total, n) in zip(captured.extras, _means(Kind.EXTRA, captured.extras, found, count), strict=True)
-        }
-        rows = (training.spec.rows or 0) * self.runtime.data_ranks
+        metrics |= {term.name: total / n for term, (total, n) in zip(captured.extras, extras, strict=True)}
         metrics["samples"] = torch.tensor(rows, device=self.runtime.device)
         counted = [n for term, (_, n) in zip(captured.terms, losses, strict=True) if term.constant_count is None]
         if counted:
@@ -336,8 +346,8 @@ class Engine:
 
     def evaluate(self, step: Step, state: State, batch: Any) -> Metrics:
         """Full pieces run as in training; what is left over all ranks is gathered and run on every rank."""
-        sums: dict[tuple[str, int], tuple[Tensor, Any]] = {}
-        names: list[tuple[str, int, Term]] = []
+        sums: list[tuple[Tensor, Any]] = []
+        captured: Captured | None = None
         seen = 0
         for piece, rows, compiled in self._pieces(step, batch):
             evaluation = step.evaluation_program(piece, compiled=compiled)
@@ -346,23 +356,20 @@ class Engine:
             found: dict[tuple[Kind, str], Tensor] = {}
             found.update({(p.kind, p.name): v for p, v in zip(ports, outputs, strict=True)})
             captured = evaluation.captured
-            names = [("loss", i, t) for i, t in enumerate(captured.terms)]
-            names += [(t.name, i, t) for i, t in enumerate(captured.extras)]
-            values = list(_means(Kind.LOSS, captured.terms, found, 1)) + list(
-                _means(Kind.EXTRA, captured.extras, found, 1)
-            )
-            for (name, i, term), (total, n) in zip(names, values, strict=True):
+            terms = (*captured.terms, *captured.extras)
+            values = [
+                *_means(Kind.LOSS, captured.terms, found, 1),
+                *_means(Kind.EXTRA, captured.extras, found, 1),
+            ]
+            for i, term in enumerate(terms):
                 if term.constant_count is not None:  # a plain scalar is a mean over the rows
-                    total, n = total / n * rows, rows
-                before = sums.get((name, i))
-                sums[name, i] = (total, n) if before is None else (before[0] + total, before[1] + n)
+                    total, n = values[i]
+                    values[i] = total / n * rows, rows
+            sums = [(a + c, b + d) for (a, b), (c, d) in zip(sums, values, strict=True)] if sums else values
             seen += rows
-        metrics: Metrics = {}
-        for name, i, _ in names:
-            total, n = sums[name, i]
-            metrics[name] = metrics[name] + total / n if name in metrics and name == "loss" else total / n
-        metrics["samples"] = torch.tensor(seen, device=self.runtime.device)
-        return metrics
+        if captured is None:
+            return {"samples": torch.tensor(seen, device=self.runtime.device)}
+        return self._report(captured, sums[: len(captured.terms)], sums[len(captured.terms) :], seen)
 
     def _pieces(self, step: Step, batch: Any) -> Iterator[tuple[Any, int, bool]]:
         """(piece, its rows over all ranks, whether to compile for it)."""

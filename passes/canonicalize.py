@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, fx
 
 from autoshard import compat, ops, randomness
+from autoshard.compat import pytree
 from autoshard.errors import CaptureError
 from autoshard.manager import PassContext
 from autoshard.program import Graph, Kind, Program, tag
@@ -32,25 +33,28 @@ aten = torch.ops.aten
 _DROPPED = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default}
 _SAME_SHAPE = {aten.view.default, aten.expand.default, aten._unsafe_view.default, aten.reshape.default}
 
-# Losses and statistics that torch itself can write with gather, sum and pointwise ops.
-_BY_TORCH = [
+# Losses and norms that torch itself can write with gather, sum and pointwise ops.
+_SUMMED_BY_TORCH = [
     aten.nll_loss_forward,
-    aten.nll_loss_backward,
     aten.nll_loss2d_forward,
-    aten.nll_loss2d_backward,
     aten.mse_loss,
-    aten.mse_loss_backward,
     aten.smooth_l1_loss,
-    aten.smooth_l1_loss_backward,
     aten.huber_loss,
-    aten.huber_loss_backward,
     aten.binary_cross_entropy,
-    aten.binary_cross_entropy_backward,
     aten.binary_cross_entropy_with_logits,
     aten.soft_margin_loss,
-    aten.soft_margin_loss_backward,
     aten.linalg_vector_norm,
     aten.norm,
+]
+# What else torch can write so.
+_BY_TORCH = [
+    aten.nll_loss_backward,
+    aten.nll_loss2d_backward,
+    aten.mse_loss_backward,
+    aten.smooth_l1_loss_backward,
+    aten.huber_loss_backward,
+    aten.binary_cross_entropy_backward,
+    aten.soft_margin_loss_backward,
     aten.addcmul,
     aten.addcdiv,
     aten.repeat,
@@ -67,6 +71,8 @@ def canonicalize(program: Program, context: PassContext) -> Program:
 
 def _canonical(graph: Graph, context: PassContext) -> Graph:
     table = compat.torch_decompositions(_BY_TORCH)
+    summed = compat.torch_decompositions(_SUMMED_BY_TORCH)
+    table.update({op: functools.partial(_summed_wide, form) for op, form in summed.items()})
     table.update(_OWN)
     ranks = 1 if context.data is None else context.axes[context.data].ranks
     table[aten._native_batch_norm_legit_functional.default] = functools.partial(_batch_norm, ranks)
@@ -124,21 +130,42 @@ def _is_nothing(node: fx.Node) -> bool:
     return node.target is aten.clone.default and before.stride() == after.stride()
 
 
+def _summed_wide(form: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A loss or norm of half-precision tensors, summed in float32 and rounded once, as torch's kernels do.
+
+    What it returns besides is for its own gradient only, and stays wide: a count of tokens does not fit float16.
+    """
+    leaves = pytree.tree_leaves((args, kwargs))
+    dtypes = {x.dtype for x in leaves if isinstance(x, Tensor) and x.is_floating_point()}
+    given = dtypes.pop() if len(dtypes) == 1 else None
+    if given not in ops.HALF or any(isinstance(x, torch.dtype) for x in leaves):
+        return form(*args, **kwargs)
+    args, kwargs = pytree.tree_map(lambda x: ops.wide(x) if isinstance(x, Tensor) else x, (args, kwargs))
+    found = form(*args, **kwargs)
+    if isinstance(found, Tensor):
+        return ops.rounded(found, given)
+    return (ops.rounded(found[0], given), *found[1:])
+
+
 def _mean(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-    return x.sum(dtype=dtype) / x.numel()
+    given = dtype or x.dtype
+    return ops.rounded(x.sum(dtype=torch.float32 if given in ops.HALF else dtype) / x.numel(), given)
 
 
 def _mean_dim(x: Tensor, dim: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
-    total = x.sum(dim, keepdim, dtype=dtype)
-    return total / (x.numel() // max(total.numel(), 1))
+    given = dtype or x.dtype
+    total = x.sum(dim, keepdim, dtype=torch.float32 if given in ops.HALF else dtype)
+    return ops.rounded(total / (x.numel() // max(total.numel(), 1)), given)
 
 
 def _statistics(x: Tensor, ranks: int) -> tuple[Tensor, Tensor, int]:
     """Mean and biased variance over all dims but 1, kept as (1, C, 1, ...), and how many values each is of.
 
     The batch is seen as one part per data rank; the parts' (mean, M2) become whole in one collective and are
-    combined by the parallel form of Chan, Golub and LeVeque (1979), which does not cancel.
+    combined by the parallel form of Chan, Golub and LeVeque (1979), which does not cancel. Both are float32 for
+    half-precision `x`.
     """
+    x = ops.wide(x)
     n = x.numel() // x.shape[1]
     parts = ranks if x.shape[0] % ranks == 0 else 1
     split = x.unflatten(0, (parts, -1))
@@ -156,7 +183,7 @@ def _statistics(x: Tensor, ranks: int) -> tuple[Tensor, Tensor, int]:
 
 
 def _channel(t: Tensor | None, x: Tensor) -> Tensor | None:
-    return None if t is None else t.view(1, -1, *[1] * (x.dim() - 2))
+    return None if t is None else ops.wide(t).view(1, -1, *[1] * (x.dim() - 2))
 
 
 def _batch_norm(
@@ -176,16 +203,19 @@ def _batch_norm(
         mean, variance, n = _statistics(x, ranks)
         if running_mean is not None and running_var is not None:
             unbiased = variance.flatten() * (n / max(n - 1, 1))
-            new_mean = running_mean * (1 - momentum) + mean.flatten() * momentum
-            new_var = running_var * (1 - momentum) + unbiased * momentum
+            new_mean = ops.wide(running_mean) * (1 - momentum) + mean.flatten() * momentum
+            new_var = ops.wide(running_var) * (1 - momentum) + unbiased * momentum
+            new_mean = ops.rounded(new_mean, running_mean.dtype)
+            new_var = ops.rounded(new_var, running_var.dtype)
     else:
         mean, variance = _channel(running_mean, x), _channel(running_var, x)  # type: ignore[assignment]
     rstd = (variance + eps).rsqrt()
-    out = (x - mean) * rstd
+    out = (ops.wide(x) - mean) * rstd
     if weight is not None:
         out = out * _channel(weight, x)  # type: ignore[operator]
     if bias is not None:
         out = out + _channel(bias, x)  # type: ignore[operator]
+    out = ops.rounded(out, x.dtype)
     saved = (mean.flatten(), rstd.flatten()) if training else (x.new_empty((0,)), x.new_empty((0,)))
     return out, *saved, new_mean, new_var
 
@@ -208,13 +238,14 @@ def _batch_norm_gradient(
     eps: float,
     wanted: list[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    given, x, gradient = x.dtype, ops.wide(x), ops.wide(gradient)
     dims = [d for d in range(x.dim()) if d != 1]
     n = x.numel() // x.shape[1]
     if training:
         mean, rstd = _channel(save_mean, x), _channel(save_rstd, x)
     else:
         assert running_var is not None
-        mean, rstd = _channel(running_mean, x), _channel((running_var + eps).rsqrt(), x)
+        mean, rstd = _channel(running_mean, x), _channel((ops.wide(running_var) + eps).rsqrt(), x)
     assert mean is not None
     assert rstd is not None
     normal = (x - mean) * rstd
@@ -228,10 +259,11 @@ def _batch_norm_gradient(
         dx = (gradient - shift / n - normal * (slope / n)) * scale
     else:
         dx = gradient * scale
+    of_weight = given if weight is None else weight.dtype
     return (
-        dx if wanted[0] else None,
-        sums[1].clone() if wanted[1] else None,
-        sums[0].clone() if wanted[2] else None,
+        ops.rounded(dx, given) if wanted[0] else None,
+        ops.rounded(sums[1].clone(), of_weight) if wanted[1] else None,
+        ops.rounded(sums[0].clone(), of_weight) if wanted[2] else None,
     )
 
 
@@ -266,8 +298,11 @@ def _squeezed(x: Tensor, dim: Any = None) -> Tensor:
 def _moments(
     x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Variance and mean by two sums, so that a shard of a reduced dim gives partial sums."""
-    given, x = x.dtype, x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    """Variance and mean by two sums, so that a shard of a reduced dim gives partial sums.
+
+    Both are float32 for half-precision `x`.
+    """
+    x = ops.wide(x)
     dims = list(range(x.dim())) if not dim and dim != 0 else [dim] if isinstance(dim, int) else list(dim)
     count = x.numel() // max(math.prod(s for d, s in enumerate(x.shape) if d not in {i % x.dim() for i in dims}), 1)
     mean = x.sum(dims, keepdim=True) / count
@@ -275,48 +310,29 @@ def _moments(
     spread = (away * away.conj()).sum(dims, keepdim=keepdim)
     freedom = max(count - (1 if correction is None else correction), 0)
     variance = (spread.real if spread.is_complex() else spread) / freedom
-    return variance.to(given if not given.is_complex else variance.dtype), (
-        mean if keepdim else x.sum(dims) / count
-    ).to(given)
+    return variance, mean if keepdim else x.sum(dims) / count
 
 
 def _var(x: Tensor, dim: Any = None, **options: Any) -> Tensor:
-    return _moments(x, dim, **options)[0] if x.dim() else NotImplemented
+    return ops.rounded(_moments(x, dim, **options)[0], x.dtype) if x.dim() else NotImplemented
 
 
 def _std(x: Tensor, dim: Any = None, **options: Any) -> Tensor:
-    return _moments(x, dim, **options)[0].sqrt() if x.dim() else NotImplemented
+    return ops.rounded(_moments(x, dim, **options)[0].sqrt(), x.dtype) if x.dim() else NotImplemented
 
 
 def _var_mean(x: Tensor, dim: Any = None, **options: Any) -> tuple[Tensor, Tensor]:
-    return _moments(x, dim, **options) if x.dim() else NotImplemented
+    if not x.dim():
+        return NotImplemented
+    variance, mean = _moments(x, dim, **options)
+    return ops.rounded(variance, x.dtype), ops.rounded(mean, x.dtype)
 
 
 def _std_mean(x: Tensor, dim: Any = None, **options: Any) -> tuple[Tensor, Tensor]:
     if not x.dim():
         return NotImplemented
     variance, mean = _moments(x, dim, **options)
-    return variance.sqrt(), mean
-
-
-def _is_whole(x: Tensor, size: Any, stride: Any, offset: Any) -> bool:
-    """Whether a strided view of a contiguous tensor is all of it in order."""
-    if not x.is_contiguous() or math.prod(size) != x.numel() or (offset or 0) != x.storage_offset():
-        return False
-    expected = 1
-    for length, step in zip(reversed(size), reversed(stride), strict=True):
-        if length != 1 and step != expected:
-            return False
-        expected *= length
-    return True
-
-
-def _strided(x: Tensor, size: Any, stride: Any, offset: Any = None) -> Tensor:
-    return x.view(size) if _is_whole(x, size, stride, offset) else NotImplemented
-
-
-def _strided_write(x: Tensor, source: Tensor, size: Any, stride: Any, offset: Any = None) -> Tensor:
-    return source.reshape(x.shape).to(x.dtype) if _is_whole(x, size, stride, offset) else NotImplemented
+    return ops.rounded(variance.sqrt(), x.dtype), ops.rounded(mean, x.dtype)
 
 
 def _empty_strided(x: Tensor, size: Any, stride: Any, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
@@ -336,8 +352,6 @@ _OWN: dict[Any, Callable[..., Any]] = {
     aten.empty_like.default: _filled_like,
     aten.ones_like.default: _ones_like,
     aten.new_empty_strided.default: _empty_strided,
-    aten.as_strided.default: _strided,
-    aten.as_strided_scatter.default: _strided_write,
     aten.squeeze.default: _squeezed,
     aten.squeeze.dim: _squeezed,
     aten.squeeze.dims: _squeezed,

@@ -354,6 +354,11 @@ def test_the_standard_library_text_is_deterministic_and_its_splits_share_no_file
     assert not files[0] & files[1]
 
 
+def test_a_share_of_the_standard_library_that_holds_no_file_out_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"megabytes=0\.001 leaves 0 bytes of .* text.*more megabytes"):
+        stdlib_text(sequence=64, megabytes=0.001)
+
+
 def test_a_sample_of_text_predicts_each_next_byte_and_windows_meet() -> None:
     text = ByteText(torch.arange(11, dtype=torch.uint8), sequence=5)
     assert len(text) == 2

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
@@ -25,7 +26,7 @@ from autoshard.invariants import check_program
 from autoshard.manager import PassContext, pass_list, run_passes
 from autoshard.optim import bind
 from autoshard.passes.lower import lower
-from autoshard.placement import REPLICATE, Shard
+from autoshard.placement import PARTIAL, REPLICATE, Shard
 from autoshard.program import TAG, Graph, Kind, Program, render, tag
 from tests.multirank.runner import run_ranks
 
@@ -289,7 +290,150 @@ def test_lower_accumulate_and_update_compute_what_one_device_computes(stage: int
     assert run_ranks(_verified, 2, stage, accumulate) == ["", ""]
 
 
+class _ByPlace(nn.Module):
+    """Reads and writes an activation and a weight by their places in memory, rows of 5."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(6, 5, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        w = self.weight
+        h = x @ w
+        n = h.shape[0]
+        views = [
+            h.as_strided((n, 3), (5, 1), 1),  # some columns
+            h.as_strided((n, 2, 3), (5, 2, 1)),  # windows that overlap, within a row
+            h.as_strided((5 * n - 2, 3), (1, 1)),  # windows over all rows
+            h.t().as_strided((5, 3), (1, 2)),  # the memory under a transposed view
+            (h.t() * 2).as_strided((n, 5), (5, 1)),  # all of it, in the order of memory
+            x @ w.as_strided((6, 3), (5, 1), 1),
+            x @ w.t().as_strided((6, 2), (2, 1), 7),
+        ]
+        written = h.t().clone()
+        written.as_strided((n, 2), (5, 1), 1).mul_(3)
+        return (
+            torch.cat([(v.sin() * torch.arange(1.0, v.numel() + 1).view(v.shape)).flatten() for v in views]).mean()
+            + (written.sin() * torch.arange(1.0, 5 * n + 1).view(5, n)).mean()
+        )
+
+
+def _strided_gradients() -> dict[str, Tensor]:
+    plan = Plan(zero=3, backend="debug", device="cpu")
+    step = autoshard.parallelize(_ByPlace(), plan, loss=lambda model, x: model(x))
+    x = _rows().chunk(2)[dist.get_rank()]
+    metrics, gradients = step.gradients(step.init(x), x)
+    return {"loss": metrics["loss"], "weight": gradients["weight"].full_tensor()}
+
+
+def _rows() -> Tensor:
+    return torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def test_views_by_place_in_memory_see_the_elements_that_one_device_sees() -> None:
+    model = _ByPlace()
+    loss = model(_rows())
+    loss.backward()
+    for found in run_ranks(_strided_gradients, 2):
+        torch.testing.assert_close(found["loss"], loss.detach(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(found["weight"], model.weight.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_a_strided_view_whose_dims_in_front_are_the_batch_s_stays_sharded() -> None:
+    def windows(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).as_strided((x.shape[0], 3, 2), (4, 1, 1)).pow(2).mean()
+
+    placed = snapshots(_linear(), windows, X)["place"].graphs["micro"]
+    node = next(n for n in placed.module.graph.nodes if n.target is aten.index_select.default)
+    assert tag(node).placements == ((Shard(0),),)
+    assert not any("as_strided" in line for line in lines(placed))
+
+
+def _half_scores(x: Tensor) -> Tensor:
+    return torch.stack([x.flatten(), x.flatten() + 1], 1).log_softmax(1)
+
+
+def _half_statistics(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """A loss of half precision, and sums over the batch that overflow float16 where what is made of them does not."""
+    x, y = batch["x"], batch["y"].flatten()
+    found = {
+        "mean": x.mean(),
+        "mean of rows": x.mean((0, 2))[1],
+        "mean of float32 as half": x.float().mean(dtype=x.dtype),
+        "variance": (x / 100).var(),
+        "deviation": ((x - 100) * 8).std(),
+        "nll": F.nll_loss(_half_scores(x), y, weight=torch.arange(1, 3, dtype=x.dtype)),
+        "mse": F.mse_loss(x / 100, x.detach() / 50),
+        "huber": F.huber_loss(x, x.detach() + 9),
+        "bce": F.binary_cross_entropy_with_logits(x - 100, (x > 100).to(x.dtype)),
+        "norm": torch.linalg.vector_norm(x),
+        "mean of bag": F.embedding_bag(
+            torch.arange(4).repeat(128)[None].long(), x[0].detach() * 100, mode="mean"
+        ).mean(),
+    }
+    return model(x).square().mean() + found["mse"], found
+
+
+def test_half_precision_is_summed_wide_and_rounded_once() -> None:
+    torch.manual_seed(0)
+    model = nn.BatchNorm1d(4).half()
+    nn.init.uniform_(model.bias, 1, 2)
+    x = (torch.randn(32, 4, 1024) * 10 + 100).half()
+    batch = {"x": x, "y": torch.randint(0, 2, (32, 4 * 1024))}
+    one_rank = {name: value.chunk(2)[0] for name, value in batch.items()}
+    found = snapshots(copy.deepcopy(model), _half_statistics, one_rank)  # type: ignore[arg-type]
+    graph = found["zero"].graphs["micro"]
+    given = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    args = [
+        batch["x" if "x" in port.name else "y"] if port.kind is Kind.BATCH
+        else torch.zeros(2, dtype=torch.int64) if port.kind is Kind.RNG
+        else given[port.name].detach().clone()
+        for port in graph.signature.inputs
+    ]  # fmt: skip
+    with torch.no_grad():
+        outputs = zip(graph.signature.outputs, fx.Interpreter(graph.module).run(*args), strict=True)
+    double = copy.deepcopy(model).double()
+    loss, extras = _half_statistics(double, {**batch, "x": x.double()})
+    loss.backward()
+    seen = set()
+    for port, value in outputs:
+        match port.kind:
+            case Kind.GRADIENT:
+                expected = double.get_parameter(port.name).grad
+            case Kind.BUFFER:
+                expected = double.get_buffer(port.name)
+            case Kind.LOSS:
+                expected = loss.detach()
+            case _:
+                expected = extras[port.name.removesuffix(".total").rpartition(".")[0]].detach()
+        assert expected is not None
+        seen.add(port.name)
+        assert value.dtype == (torch.float32 if port.kind in (Kind.LOSS, Kind.EXTRA) else port.dtype)
+        assert value.double().tolist() == pytest.approx(expected.double().tolist(), rel=2e-3), port.name  # fp16: 1e-3
+    assert len(seen) == 1 + len(extras) + 2 + 3
+    rounded = [n for n in graph.module.graph.nodes if "convert_element_type" in str(n.target)]
+    assert rounded
+    assert not any(PARTIAL in tag(n.args[0]).placements[0] for n in rounded)
+
+
 # ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda h: h[1:].as_strided((3, 2), (4, 1), 0),  # before the view's own elements
+        lambda h: h[:2].as_strided((4, 4), (4, 1)),  # after them
+        lambda h: h[:, :2].as_strided((4, 2), (4, 1)),  # its elements have gaps
+    ],
+)
+def test_a_view_of_memory_that_is_not_the_tensor_s_own_is_refused_with_its_source_line(view: Any) -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return view(model(x)).sum()
+
+    with pytest.raises(CaptureError, match=r"test_passes\.py:\d+, .*as_strided.*: as_strided to size .*contiguous\(\)"):
+        captured(_linear(), loss, X)
 
 
 def test_canonicalize_refuses_a_random_op_that_it_cannot_make_reproducible() -> None:

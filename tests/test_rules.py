@@ -107,6 +107,7 @@ def _reshapes() -> None:
     for dtype in (torch.float32, torch.bool, torch.int64):
         add(aten._to_copy.default, x, dtype=dtype)
     add(aten._to_copy.default, ints(9, 6, 12), dtype=torch.float64)
+    add(torch.ops.prims.convert_element_type.default, floats(6, 12), torch.float16)
 
 
 def _creations() -> None:

@@ -8,6 +8,8 @@ here, so that any spelling of ``arange`` is seen. Before and after, the values a
     index_put(zeros, [arange(B), i], v, True)       ->  scatter_add(zeros, 1, i, v)
     index_put(zeros, [i], v, True)                  ->  embedding_dense_backward(v, i)
     embedding_bag(w, words, offsets=arange * n)     ->  embedding(w, words.view(-1, n)).sum(1)
+
+`as_strided` is written by elements here too (see `strided`).
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autoshard import compat
+from autoshard import compat, ops
 from autoshard.compat import pytree
+from autoshard.rules import strided
 
 aten = torch.ops.aten
 
@@ -48,6 +51,8 @@ def separate_samples(module: fx.GraphModule) -> Iterator[None]:
                 form = _bags(node, known)
             elif node.target is aten._embedding_bag_backward.default:
                 form = _bags_gradient(node, known)
+            else:
+                form = strided.by_elements(node)
             if form is not None:
                 changed.append((node, form))
     originals = [(node, node.target) for node, _ in changed]
@@ -219,9 +224,9 @@ def _bags(node: fx.Node, known: _Known) -> Callable[..., Any] | None:
         return None
 
     def bags(weight: Tensor, words: Tensor, offsets: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
-        total = aten.embedding.default(weight, words.view(-1, length)).sum(1)
+        total = ops.wide(aten.embedding.default(weight, words.view(-1, length))).sum(1)
         empty = torch.zeros((0,), dtype=torch.int64, device=words.device)
-        return (total / length if mean else total), empty, empty, empty
+        return ops.rounded(total / length if mean else total, weight.dtype), empty, empty, empty
 
     return bags
 

@@ -595,6 +595,7 @@ TABLE: dict[Any, Rule] = {
     aten.contiguous.default: Rule(broadcast, linear=_together(0)),
     aten.copy.default: Rule(broadcast, linear=_together(1)),
     aten._to_copy.default: Rule(broadcast, linear=_cast_is_linear),
+    torch.ops.prims.convert_element_type.default: Rule(broadcast),  # a rounding that comes after the sum: `ops.rounded`
     # made from nothing
     aten.full.default: Rule(_created, sizes={0: 0}),
     aten.zeros.default: Rule(_created, sizes={0: 0}),

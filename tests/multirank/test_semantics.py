@@ -420,6 +420,9 @@ def test_evaluation_is_exact_in_eval_mode_for_any_leading_size(name: str, sizes:
         assert unchanged
         for extra, (total, count) in extras.items():
             assert metrics[extra] == pytest.approx(float(total / count), abs=1e-8)
+        tokens = int((whole["y"] != -100).sum()) if name == "gpt_ragged_mean" else None
+        assert metrics.get("tokens") == tokens
+        assert metrics["samples"] == sum(sizes)
 
 
 def _forwarded(rows: int) -> tuple[Any, Any]:

@@ -67,7 +67,7 @@ def _case(combination: Combination) -> ParameterSet:
     return pytest.param(combination, id=str(combination), marks=marks)
 
 
-@pytest.mark.parametrize("combination", map(_case, combinations()))
+@pytest.mark.parametrize("combination", list(map(_case, combinations())))
 def test_a_model_under_a_stage_computes_what_one_device_computes_and_costs_its_share(combination: Combination) -> None:
     ranks = measured(combination)
     errors = zoo_run.compare(combination, ranks)
