@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ from autoshard.data import Loader, Tail, data_rank, epoch_order, evaluation_load
 from autoshard.datasets import ByteText, bigram_loss, random_tokens, stdlib_text, synthetic_images
 from autoshard.errors import BatchError
 from autoshard.plan import Mesh
+from tests.multirank.runner import World
 
 
 class Numbers:
@@ -334,11 +336,18 @@ def test_padding_a_batch_that_is_no_mapping_is_refused() -> None:
         list(Loader([torch.zeros(1)] * 3, global_batch=2, tail=Tail.PAD))
 
 
-def test_the_data_rank_comes_from_torchruns_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "5")
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    assert data_rank(Mesh()) == (5, 8)
-    assert data_rank(Mesh(data=4, tensor=2)) == (2, 4)
+def _data_ranks(*meshes: Mesh) -> list[tuple[int, int]]:
+    os.environ.update(RANK="5", WORLD_SIZE="8")
+    return [data_rank(mesh) for mesh in meshes]
+
+
+def test_the_data_rank_comes_from_torchruns_environment() -> None:
+    world = World(1, (("TESTS_NO_GROUP", "1"),))
+    try:
+        [outcome] = world.run(_data_ranks, Mesh(), Mesh(data=4, tensor=2), timeout=60)
+    finally:
+        world.close()
+    assert outcome.value == [(5, 8), (2, 4)], outcome
 
 
 def test_the_standard_library_text_is_deterministic_and_its_splits_share_no_file() -> None:
