@@ -25,7 +25,7 @@ from autoshard.errors import CaptureError
 from autoshard.known import KnownValues
 from autoshard.loss import Objective, as_objective
 from autoshard.program import TAG, Graph, Kind, Phase, Port, Signature, Tag, tag
-from autoshard.retrace import clean, retrace, stamp
+from autoshard.retrace import clean, default_tag, is_mutable, retrace, stamp, tag_the_rest
 from autoshard.rules import strided
 
 Loss = Callable[[nn.Module, Any], Any]
@@ -312,7 +312,11 @@ def _trace(request: _Request) -> Captured:
     _finish_backward_tags(module)
     clean(module)
     graph = Graph(module, Signature(tuple(trace.inputs), tuple(trace.outputs)))
-    graph = _without_unchanged_buffers(retrace(graph, functionalize=True))
+    if any(is_mutable(node) for node in module.graph.nodes):
+        graph = retrace(graph, functionalize=True)
+    else:
+        tag_the_rest(module, default_tag(graph))
+    graph = _without_unchanged_buffers(graph)
     if request.gradients:
         _mark_weight_gradients(graph)
     return Captured(graph, constants, trace.terms, trace.extras, trace.result, trace.weighted)

@@ -6,15 +6,17 @@ placement and the same optimizer update for every parameter.
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from autoshard import compat
 from autoshard.program import TAG, Tag
+from autoshard.retrace import Decompositions
 
 
 class Writer:
@@ -23,7 +25,8 @@ class Writer:
     def __init__(self) -> None:
         self.graph = fx.Graph()
         self._mode = compat.fake_mode()
-        self._traced: dict[Hashable, fx.Graph] = {}
+        self._traced: dict[Hashable, fx.GraphModule] = {}
+        self._root = nn.Module()
 
     def placeholder(
         self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device, tag: Tag
@@ -64,42 +67,66 @@ class Writer:
             copy = self.call(torch.ops.aten.clone.default, (x,), {"memory_format": torch.contiguous_format}, tag)
             return self.call(view, (copy, list(shape)), {}, tag, name)
 
-    def write(self, function: Callable[..., Any], args: Sequence[fx.Node], tag: Tag, key: Hashable) -> Any:
+    def copy(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A node of another graph, on arguments of this one; its value is made anew."""
+        if node.target is operator.getitem and isinstance(args[0], (tuple, list)):
+            return args[0][args[1]]
+        assert callable(node.target)
+        return self.call(node.target, args, kwargs, node.meta[TAG], node.name)
+
+    def constant(self, node: fx.Node, owner: nn.Module) -> fx.Node:
+        """A `get_attr` node of another graph, whose module is `owner`."""
+        name = f"constant_{len(self._root._buffers)}"
+        self._root.register_buffer(name, getattr(owner, str(node.target)))
+        new = self.graph.get_attr(name)
+        new.meta = dict(node.meta)
+        return new
+
+    def write(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[fx.Node],
+        tag: Tag,
+        key: Hashable = None,
+        decompositions: Decompositions | None = None,
+    ) -> Any:
         """The ops that `function` runs on tensors like `args`.
 
         Args:
             function: of as many tensors as `args`; returns a tensor or a tree of lists, tuples and dicts of them.
-            key: whatever else decides what it does; two functions of one key must do the same.
+            key: whatever else decides what it does; two functions of one key must do the same. None: nothing else
+                does the same.
+            decompositions: how to write some of the ops that it runs.
 
         Returns:
             What the function returns, with nodes in the place of tensors.
         """
         values = [node.meta["val"] for node in args]
         full = (key, *((tuple(v.shape), v.stride(), v.dtype, v.device) for v in values))
-        if full not in self._traced:
-            self._traced[full] = self._trace(function, values)
+        traced = self._traced.get(full) if key is not None else None
+        if traced is None:
+            traced = self._traced[full] = self._trace(function, values, decompositions)
         new: dict[fx.Node, fx.Node] = {}
         given = iter(args)
-        for node in self._traced[full].nodes:
+        for node in traced.graph.nodes:
             if node.op == "placeholder":
                 new[node] = next(given)
             elif node.op == "output":
                 return fx.map_arg(node.args[0], new.__getitem__)
             else:
-                new[node] = self.graph.node_copy(node, new.__getitem__)
+                copied = self.graph.node_copy(node, new.__getitem__) if node.op != "get_attr" else None
+                new[node] = copied if copied is not None else self.constant(node, traced)
                 new[node].meta = {"val": node.meta.get("val"), TAG: tag}
         raise AssertionError("a graph has an output")
 
-    def _trace(self, function: Callable[..., Any], values: list[Tensor]) -> fx.Graph:
+    def _trace(
+        self, function: Callable[..., Any], values: list[Tensor], decompositions: Decompositions | None
+    ) -> fx.GraphModule:
         with self._mode:  # new tensors: the tracer knows its inputs by identity, and nodes may share a value
             inputs = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values]
-            return compat.make_fx(lambda *flat: function(*flat), inputs).graph
+            return compat.make_fx(lambda *flat: function(*flat), inputs, decompositions)
 
-    def finish(self, outputs: Sequence[Any], root: torch.nn.Module | None = None) -> fx.GraphModule:
-        """The graph as a module that returns `outputs` as a tuple.
-
-        Args:
-            root: holds what `get_attr` nodes name.
-        """
+    def finish(self, outputs: Sequence[Any]) -> fx.GraphModule:
+        """The graph as a module that returns `outputs` as a tuple."""
         self.graph.output(tuple(outputs))
-        return compat.graph_module(root if root is not None else torch.nn.Module(), self.graph)
+        return compat.graph_module(self._root, self.graph)

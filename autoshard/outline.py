@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from autoshard import compat
 from autoshard.program import TAG, Graph, Tag
-from autoshard.retrace import copied
+from autoshard.retrace import copied, is_mutable
 
 Run = Callable[[list[Tensor]], Sequence[Tensor]]
 Compile = Callable[[fx.GraphModule, list[Tensor]], Run]
@@ -58,6 +58,7 @@ def outlined(graph: Graph, compile_region: Compile) -> tuple[fx.GraphModule, int
         compile_region: called once per distinct region with its graph and fake inputs.
     """
     module = copied(graph).module
+    _take_numbers_out(module.graph)
     regions = [_cut(run) for run in _runs(module.graph) if _is_worth_a_kernel(run)]
     kernels = _Kernels(compile_region, regions)
     for region in regions:
@@ -70,6 +71,31 @@ def outlined(graph: Graph, compile_region: Compile) -> tuple[fx.GraphModule, int
 def _region_of(node: fx.Node) -> str:
     found: Tag | None = node.meta.get(TAG)
     return found.region if found is not None and node.op == "call_function" else ""
+
+
+def _take_numbers_out(graph: fx.Graph) -> None:
+    """What a region computes of single numbers alone is computed before it, and once where others compute it too.
+
+    A kernel would compute it again for every element: a bias correction's power costs more than the update.
+    """
+    made: dict[str, fx.Node] = {}
+    for run in _runs(graph):
+        inside: dict[fx.Node, None] = {}  # what depends on the region's tensors, or is written in it, in order
+        for node in run:
+            inputs = node.all_input_nodes
+            if is_mutable(node):
+                inside.update({node: None, inputs[0]: None})
+                made = {key: n for key, n in made.items() if inputs[0] not in n.all_input_nodes}
+            elif any(n.meta["val"].dim() or n in inside for n in (node, *inputs)):
+                inside[node] = None
+            elif (key := f"{node.target} {node.args} {node.kwargs}") in made:
+                node.replace_all_uses_with(made[key])
+                graph.erase_node(node)
+            else:
+                made[key] = node
+                node.meta[TAG] = node.meta[TAG].but(region="")
+                if inside:
+                    next(iter(inside)).prepend(node)
 
 
 def _runs(graph: fx.Graph) -> list[tuple[fx.Node, ...]]:

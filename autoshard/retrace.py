@@ -38,13 +38,11 @@ def retrace(
     *,
     inputs: list[torch.Tensor] | None = None,
     functionalize: bool = False,
-    on_inputs: Callable[[tuple[Any, ...]], None] | None = None,
 ) -> Graph:
     """`graph` traced again under `decompositions`, with the same signature.
 
     Args:
         inputs: fake tensors to trace on; None for those that `graph` was traced on.
-        on_inputs: told the traced inputs before the first node runs, for decompositions that need one.
         functionalize: replace in-place ops by pure ones; final writes into inputs are dropped, since a graph
             returns new buffers as outputs.
     """
@@ -53,8 +51,6 @@ def retrace(
 
     def run(*args: torch.Tensor) -> Any:
         stamp(compat.traced_graph(), first)
-        if on_inputs is not None:
-            on_inputs(args)
         return _Stamping(graph.module).run(*args)
 
     mode = next((v.fake_mode for v in inputs if isinstance(v, compat.FakeTensor)), None) or compat.fake_mode()
@@ -64,11 +60,16 @@ def retrace(
         for node in list(module.graph.nodes):
             if node.target is torch.ops.aten.copy_.default and node.args[0].op == "placeholder" and not node.users:
                 module.graph.erase_node(node)
-    for node in module.graph.nodes:
-        if node.op not in ("placeholder", "output") and TAG not in node.meta:
-            node.meta[TAG] = first
+    tag_the_rest(module, first)
     clean(module)
     return Graph(module, graph.signature, graph.local)
+
+
+def tag_the_rest(module: fx.GraphModule, given: Tag) -> None:
+    """Give `given` to every node without a tag."""
+    for node in module.graph.nodes:
+        if node.op not in ("placeholder", "output") and TAG not in node.meta:
+            node.meta[TAG] = given
 
 
 def copied(graph: Graph) -> Graph:
@@ -85,13 +86,14 @@ def default_tag(graph: Graph) -> Tag:
     return next(node.meta[TAG] for node in graph.module.graph.nodes if TAG in node.meta)
 
 
+def is_mutable(node: fx.Node) -> bool:
+    """Whether the node writes into one of its arguments."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
 def clean(module: fx.GraphModule) -> None:
     """Drop what nothing uses, keep placeholders and in-place ops, check and recompile."""
 
-    def kept(node: fx.Node) -> bool:
-        mutates = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-        return mutates or node.op in ("placeholder", "output")
-
-    module.graph.eliminate_dead_code(kept)
+    module.graph.eliminate_dead_code(lambda node: is_mutable(node) or node.op in ("placeholder", "output"))
     module.graph.lint()
     module.recompile()

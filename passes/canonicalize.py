@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -23,9 +24,10 @@ from torch import Tensor, fx
 from autoshard import compat, ops, randomness
 from autoshard.compat import pytree
 from autoshard.errors import CaptureError
+from autoshard.fragments import Writer
 from autoshard.manager import PassContext
-from autoshard.program import Graph, Kind, Program, tag
-from autoshard.retrace import clean, retrace
+from autoshard.program import TAG, Graph, Kind, Program, tag
+from autoshard.retrace import Decompositions, clean, default_tag
 from autoshard.rules.rewrites import separate_samples
 
 aten = torch.ops.aten
@@ -77,7 +79,7 @@ def _canonical(graph: Graph, context: PassContext) -> Graph:
     ranks = 1 if context.data is None else context.axes[context.data].ranks
     table[aten._native_batch_norm_legit_functional.default] = functools.partial(_batch_norm, ranks)
     table[aten._native_batch_norm_legit.no_stats] = functools.partial(_batch_norm_without_statistics, ranks)
-    graph = _retrace_with_key(graph, table)
+    graph = _Rewrite(graph, table).run()
     module = graph.module
     for node in list(module.graph.nodes):
         if node.op == "call_function" and _is_nothing(node):
@@ -104,13 +106,53 @@ def _argument(node: fx.Node, name: str) -> Any:
     return None
 
 
-def _retrace_with_key(graph: Graph, table: dict[Any, Callable[..., Any]]) -> Graph:
-    """Retrace with random ops written as functions of the key, which is an input of the graph."""
-    position = next(i for i, _ in graph.signature.find_inputs(Kind.RNG))
-    keys: list[Tensor] = []  # the traced key, which exists only once tracing runs
-    table = table | randomness.decompositions(lambda: keys[-1])
-    with separate_samples(graph.module):
-        return retrace(graph, table, on_inputs=lambda args: keys.append(args[position]))
+class _Rewrite:
+    """Writes a graph again: what `table` or `separate_samples` has a form for in that form, the rest as it is."""
+
+    def __init__(self, graph: Graph, table: Decompositions) -> None:
+        self.graph = graph
+        self.writer = Writer()
+        self.new: dict[fx.Node, Any] = {}
+        self.key = graph.placeholders()[next(i for i, _ in graph.signature.find_inputs(Kind.RNG))]
+        self.traced_key: Tensor | None = None  # of the fragment that is being traced
+        self.table = table | randomness.decompositions(lambda: self.traced_key)
+
+    def run(self) -> Graph:
+        first = default_tag(self.graph)
+        with separate_samples(self.graph.module):
+            for node in self.graph.module.graph.nodes:
+                if node.op == "placeholder":
+                    value = node.meta["val"]
+                    given = node.meta.get(TAG, first)
+                    self.new[node] = self.writer.placeholder(node.name, value.shape, value.dtype, value.device, given)
+                elif node.op == "get_attr":
+                    self.new[node] = self.writer.constant(node, self.graph.module)
+                elif node.op == "call_function":
+                    self.new[node] = self._call(node)
+        module = self.writer.finish([self.new[node] for node in self.graph.output_nodes()])
+        return Graph(module, self.graph.signature)
+
+    def _call(self, node: fx.Node) -> Any:
+        given: Any = fx.map_arg((node.args, node.kwargs), self.new.__getitem__)
+        args, kwargs = given
+        has_form = not isinstance(node.target, torch._ops.OpOverload) and node.target is not operator.getitem
+        if not has_form and node.target not in self.table:
+            return self.writer.copy(node, args, kwargs)
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        nodes = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
+        target: Any = node.target
+
+        def run(*tensors: Tensor) -> Any:
+            *own, self.traced_key = tensors
+            values = iter(own)
+            args, kwargs = pytree.tree_unflatten([next(values) if isinstance(x, fx.Node) else x for x in leaves], tree)
+            return target(*args, **kwargs)
+
+        # Every draw has a number of its own, and so has every form.
+        unique = has_form or torch.Tag.nondeterministic_seeded in target.tags
+        fixed = tuple("*" if isinstance(leaf, fx.Node) else repr(leaf) for leaf in leaves)
+        key = None if unique else (target, repr(tree), fixed)
+        return self.writer.write(run, [*nodes, self.new[self.key]], tag(node), key, self.table)
 
 
 def _is_nothing(node: fx.Node) -> bool:

@@ -80,15 +80,13 @@ class _Lowering:
         for node in self.graph.module.graph.nodes:
             if node.op in ("call_function", "get_attr"):
                 self.local[node] = self._node(node)
-        module = self.writer.finish([self.local[node] for node in self.graph.output_nodes()], self.graph.module)
+        module = self.writer.finish([self.local[node] for node in self.graph.output_nodes()])
         clean(module)
         return Graph(module, Signature(ports, self.graph.signature.outputs), local=True)
 
     def _node(self, n: fx.Node) -> fx.Node:
         if n.op == "get_attr":
-            copy = self.writer.graph.node_copy(n)
-            copy.meta = dict(n.meta)
-            return copy
+            return self.writer.constant(n, self.graph.module)
         given: Any = fx.map_arg((n.args, n.kwargs), self.local.__getitem__)
         args, kwargs = given
         if n.target is redistribute:

@@ -154,7 +154,7 @@ class _Epilogue:
 
     def _once(self, function: Callable[..., Tensor], *nodes: fx.Node) -> fx.Node:
         """What `function` does, written where nothing else does the same."""
-        return self.writer.write(function, nodes, Tag(Phase.UPDATE), object())
+        return self.writer.write(function, nodes, Tag(Phase.UPDATE))
 
     def _update(
         self, p: _Parameter, param: fx.Node, grad: fx.Node, held: dict[str, fx.Node], numbers: list[fx.Node]

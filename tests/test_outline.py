@@ -99,11 +99,27 @@ def test_one_kernel_updates_parameters_of_every_shape() -> None:
     assert len(kernels) == 2 * 4  # (), (1,) and a shard of one are not worth one
 
 
+def test_a_kernel_computes_nothing_of_single_numbers_alone_and_nor_is_it_computed_twice() -> None:
+    class Kept(Recorder):
+        def __call__(self, module: fx.GraphModule, inputs: list[Tensor]) -> Callable[[list[Tensor]], Sequence[Tensor]]:
+            modules.append(module)
+            return super().__call__(module, inputs)
+
+    modules: list[fx.GraphModule] = []
+    module, _ = outlined(program(ADAMW).graphs["epilogue"], Kept())
+    for kernel in modules:
+        for node in kernel.graph.nodes:
+            if node.op == "call_function":
+                assert any(n.meta["val"].dim() for n in (node, *node.all_input_nodes)), node.format_node()
+    powers = [node for node in module.graph.nodes if node.target is torch.ops.aten.pow.Scalar]
+    assert len(powers) == 2  # of both betas, once for all parameters
+
+
 def test_other_options_make_another_kernel() -> None:
     def grouped(named: Any) -> torch.optim.Optimizer:
         parameters: dict[str, Any] = dict(named)
-        decayed: list[Any] = [parameters.pop("wide"), parameters.pop("tall")]
-        groups: list[dict[str, Any]] = [{"params": decayed, "weight_decay": 0.5}, {"params": [*parameters.values()]}]
+        coarse: list[Any] = [parameters.pop("wide"), parameters.pop("tall")]
+        groups: list[dict[str, Any]] = [{"params": coarse, "eps": 1e-3}, {"params": [*parameters.values()]}]
         return torch.optim.AdamW(groups, lr=0.1)
 
     one, two = Recorder(), Recorder()
