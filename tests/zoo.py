@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 import torchvision
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 Batch = Any  # a pytree: a tensor, or tuples, lists and mappings of tensors
@@ -793,6 +794,33 @@ def _hf_mamba() -> nn.Module:
     return MambaForCausalLM(MambaConfig(hidden_size=16, state_size=4, num_hidden_layers=2, time_step_rank=2, **_HF))
 
 
+class _FloatIsDouble(TorchFunctionMode):
+    """Within, whoever asks for float32 gets float64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.float:
+            func = Tensor.double
+        wide = {torch.float32: torch.float64}
+        args, kwargs = (wide.get(x, x) if isinstance(x, torch.dtype) else x for x in args), kwargs or {}
+        return func(*args, **{k: wide.get(x, x) if isinstance(x, torch.dtype) else x for k, x in kwargs.items()})
+
+
+class InDouble(nn.Module):
+    """A model that casts to float32 on its way, without these casts: all of it in its parameters' float64."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **batch: Any) -> Any:
+        with _FloatIsDouble():
+            return self.model(**batch)
+
+
+def _hf_mamba_in_double() -> nn.Module:
+    return InDouble(_hf_mamba())
+
+
 def _causal_batch(batch: int, generator: torch.Generator, length: int = 12) -> Batch:
     tokens = torch.randint(3, 64, (batch, length), generator=generator)
     return {"input_ids": tokens, "labels": tokens.clone()}
@@ -1048,6 +1076,14 @@ ZOO: tuple[ModelCase, ...] = (
         None,
         "transformers tied model_loss float32_loss state_space float32_inside float32_sums",
         "Mamba, the sequential scan in plain torch",
+    ),
+    _case(
+        "hf_mamba_in_double",
+        _hf_mamba_in_double,
+        _short_causal_batch,
+        None,
+        "transformers tied model_loss state_space",
+        "Mamba without its casts to float32, so that the bounds for float64 hold",
     ),
 )
 
