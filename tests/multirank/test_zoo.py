@@ -35,7 +35,7 @@ GATHER_EXCEPTIONS: dict[str, str] = {
 # which it passes fails the suite, so that the entry goes.
 INEXACT: dict[str, str] = {
     "hf_mamba": "sums over the batch in float32: one device that splits the batch moves this gradient by more than the "
-    "bound too (tests/test_zoo_reference.py measures it); without its casts to float32 it is exact (hf_mamba_in_double)",
+    "bound too (test_zoo_reference measures it); without its casts to float32, hf_mamba_in_double, it is exact",
 }
 EXCEPTIONS = (INEXACT, FLOPS_EXCEPTIONS, BYTES_EXCEPTIONS, TRAFFIC_EXCEPTIONS, GATHER_EXCEPTIONS)
 
