@@ -84,11 +84,18 @@ class Captured:
 
 def call_model(model: nn.Module, batch: Any) -> Any:
     """The model called on a batch: as one argument, as positional arguments, or as keyword arguments."""
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    if isinstance(batch, (tuple, list)):
-        return model(*batch)
-    return model(batch)
+    try:
+        if isinstance(batch, Mapping):
+            return model(**batch)
+        if isinstance(batch, (tuple, list)):
+            return model(*batch)
+        return model(batch)
+    except TypeError as error:
+        error.add_note(
+            "autoshard called the model on the whole batch because no loss was given. If the model does not return its "
+            "loss itself, pass loss=lambda model, batch: ... to parallelize"
+        )
+        raise
 
 
 def capture_training(

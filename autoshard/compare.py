@@ -132,6 +132,11 @@ def verify(
     """
     if steps < 1:
         raise AutoshardError(f"verify: steps is {steps}; valid: an integer >= 1")
+    if isinstance(model, nn.Module) and any(p.is_meta for p in model.parameters()):
+        raise AutoshardError(
+            "verify: the model's parameters are on meta, so there is nothing to compare with. step.init consumes its "
+            "module: call verify before it, or step.init(batch, keep_model=True), or pass a callable that builds one"
+        )
     given = copy.deepcopy(model) if isinstance(model, nn.Module) else model
     step = parallelize(given, plan, loss=loss, optimizer=optimizer)
     runtime, accumulate = step.runtime, step.plan.accumulate

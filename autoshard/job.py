@@ -101,6 +101,11 @@ class Job:
             schedule=None if config.schedule is None else instantiate(config.schedule, _convert_="all"),
         )
         self.resumed = None if config.resume is None else find_checkpoint(Path(config.resume))
+        if self.resumed is not None and (done := _steps_done(self.resumed)) >= config.steps:
+            raise schema.ConfigError(
+                f"resume={config.resume} has had {done} steps and steps is {config.steps}: nothing is left to train; "
+                f"valid: resume={config.resume} steps=N with N above {done}"
+            )
         self.folder = _make_folder(config, self.first, self.resumed)
         self.log = MetricsLog(self.folder / "metrics.csv" if self.first else None)
         self.start_up = 0.0  # seconds
@@ -260,8 +265,16 @@ class Job:
     @property
     def resume_command(self) -> str:
         local = os.environ.get("LOCAL_WORLD_SIZE", "1")
-        launcher = "python" if dist.get_world_size() == 1 else f"torchrun --nproc-per-node {local}"
+        alone = dist.get_world_size() == 1
+        launcher = _command("python") if alone else f"{_command('torchrun')} --nproc-per-node {local}"
         return f"{launcher} -m autoshard.train resume={self.folder}"
+
+
+def _command(name: str) -> str:
+    """A command of this environment, with its folder where the shell would find another or none."""
+    own = Path(sys.executable).with_name(name)
+    found = shutil.which(name)
+    return str(own) if own.exists() and (found is None or Path(found) != own) else name
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -277,6 +290,10 @@ def find_checkpoint(path: Path) -> Path:
     raise schema.ConfigError(
         f"resume={path} has no checkpoint; valid: a run's output folder, or one of its {_CHECKPOINTS}/step_* folders"
     )
+
+
+def _steps_done(checkpoint: Path) -> int:
+    return int(json.loads((checkpoint / "position.json").read_text())["step"])
 
 
 def _make_folder(config: DictConfig, first: bool, resume: Path | None) -> Path:

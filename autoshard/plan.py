@@ -241,7 +241,10 @@ def _as_knob(name: str, kind: type[_K], value: Any) -> _K:
         return value
     fields = [f.name for f in dataclasses.fields(kind)]
     if not isinstance(value, Mapping):
-        raise PlanError(f"Plan.{name} is {value!r}; valid: {kind.__name__}({', '.join(fields)}) or a mapping of those")
+        number = "0, 1, 2, 3, " if kind is Zero else ""
+        raise PlanError(
+            f"Plan.{name} is {value!r}; valid: {number}{kind.__name__}({', '.join(fields)}) or a mapping of those"
+        )
     for key in value:
         if key not in fields:
             near = difflib.get_close_matches(str(key), fields, n=1)

@@ -268,6 +268,10 @@ def test_an_experiment_cannot_be_changed_by_resuming(
     with pytest.raises(SystemExit):
         train.main()
     assert "experiment= cannot be given with resume=" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["autoshard.train", f"resume={run.folder}"])
+    with pytest.raises(SystemExit):
+        train.main()
+    assert re.search(r"nothing is left to train; valid: resume=\S+ steps=N", capsys.readouterr().err)
 
 
 def test_every_field_of_plan_zero_and_mesh_can_be_configured() -> None:
