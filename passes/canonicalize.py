@@ -115,7 +115,7 @@ class _Rewrite:
         self.new: dict[fx.Node, Any] = {}
         self.key = graph.placeholders()[next(i for i, _ in graph.signature.find_inputs(Kind.RNG))]
         self.traced_key: Tensor | None = None  # of the fragment that is being traced
-        self.table = table | randomness.decompositions(lambda: self.traced_key)
+        self.table = table | randomness.decompositions(self._key_of_fragment)
 
     def run(self) -> Graph:
         first = default_tag(self.graph)
@@ -131,6 +131,10 @@ class _Rewrite:
                     self.new[node] = self._call(node)
         module = self.writer.finish([self.new[node] for node in self.graph.output_nodes()])
         return Graph(module, self.graph.signature)
+
+    def _key_of_fragment(self) -> Tensor:
+        assert self.traced_key is not None
+        return self.traced_key
 
     def _call(self, node: fx.Node) -> Any:
         given: Any = fx.map_arg((node.args, node.kwargs), self.new.__getitem__)

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import autoshard
+from autoshard import Plan
 from autoshard.capture import Captured, Modules, capture_training
 from autoshard.errors import CaptureError
 from autoshard.program import Kind, Phase, tag
@@ -126,3 +128,21 @@ def test_a_checkpointed_block_is_captured_once() -> None:
     plain = Wrapped(lambda self, x: self.linear(x))
     count = [sum("addmm" in str(n.target) for n in capture(m).graph.module.graph.nodes) for m in (model, plain)]
     assert count[0] == count[1] == 2
+
+
+def test_a_model_that_wants_a_loss_is_said_to_want_one() -> None:
+    step = autoshard.parallelize(nn.Linear(2, 2), Plan(backend="debug", device="cpu"))
+    with pytest.raises(TypeError) as raised:
+        step.init({"x": torch.zeros(2, 2), "y": torch.zeros(2)})
+    assert "pass loss=lambda model, batch" in "".join(getattr(raised.value, "__notes__", []))
+
+
+def test_verify_of_a_module_that_init_has_consumed_says_how_to_keep_it() -> None:
+    model, plan = nn.Linear(2, 2), Plan(backend="debug", device="cpu")
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean()
+
+    autoshard.parallelize(model, plan, loss=loss).init(torch.zeros(2, 2))
+    with pytest.raises(autoshard.AutoshardError, match=r"keep_model=True"):
+        autoshard.verify(model, plan, torch.zeros(2, 2), loss=loss)
