@@ -43,10 +43,16 @@ def main() -> None:
     if world > 1 and words & {"--multirun", "-m"}:
         _give_up("--multirun cannot run inside torchrun; valid: a loop over torchrun, or one rank with python", rank)
     schema.register()
-    trace = os.environ.get("HYDRA_FULL_ERROR") == "1"
+    before = os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra would print and exit; what is wrong is said here
-    with _mistakes_told(rank, trace=trace):
-        _hydra_main()
+    try:
+        with _mistakes_told(rank, trace=before == "1"):
+            _hydra_main()
+    finally:
+        if before is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+        else:
+            os.environ["HYDRA_FULL_ERROR"] = before
 
 
 @hydra.main(version_base="1.3", config_path="pkg://autoshard.conf", config_name="config")
