@@ -103,9 +103,11 @@ class Writer:
         """
         values = [node.meta["val"] for node in args]
         full = (key, *((tuple(v.shape), v.stride(), v.dtype, v.device) for v in values))
-        traced = self._traced.get(full) if key is not None else None
+        traced = self._traced.get(full)
         if traced is None:
-            traced = self._traced[full] = self._trace(function, values, decompositions)
+            traced = self._trace(function, values, decompositions)
+            if key is not None:
+                self._traced[full] = traced
         new: dict[fx.Node, fx.Node] = {}
         given = iter(args)
         for node in traced.graph.nodes:
@@ -114,8 +116,8 @@ class Writer:
             elif node.op == "output":
                 return fx.map_arg(node.args[0], new.__getitem__)
             else:
-                copied = self.graph.node_copy(node, new.__getitem__) if node.op != "get_attr" else None
-                new[node] = copied if copied is not None else self.constant(node, traced)
+                is_constant = node.op == "get_attr"
+                new[node] = self.constant(node, traced) if is_constant else self.graph.node_copy(node, new.__getitem__)
                 new[node].meta = {"val": node.meta.get("val"), TAG: tag}
         raise AssertionError("a graph has an output")
 

@@ -101,7 +101,9 @@ class Job:
             schedule=None if config.schedule is None else instantiate(config.schedule, _convert_="all"),
         )
         self.resumed = None if config.resume is None else find_checkpoint(Path(config.resume))
-        if self.resumed is not None and (done := _steps_done(self.resumed)) >= config.steps:
+        self.position = {} if self.resumed is None else json.loads((self.resumed / "position.json").read_text())
+        done = self.position.get("step", 0)
+        if done >= config.steps:
             raise schema.ConfigError(
                 f"resume={config.resume} has had {done} steps and steps is {config.steps}: nothing is left to train; "
                 f"valid: resume={config.resume} steps=N with N above {done}"
@@ -118,9 +120,8 @@ class Job:
         if self.resumed is None:
             state, done = self.step.init(self.loader.example()), 0
         else:
-            position = json.loads((self.resumed / "position.json").read_text())
-            self.loader.load_state_dict(position["data"])
-            state, done = self.step.load(self.resumed / "state", self.loader.example()), position["step"]
+            self.loader.load_state_dict(self.position["data"])
+            state, done = self.step.load(self.resumed / "state", self.loader.example()), self.position["step"]
             self.say(f"resumed from {self.resumed} after step {done}")
         self.start_up = time.monotonic() - started
         return state, done
@@ -290,10 +291,6 @@ def find_checkpoint(path: Path) -> Path:
     raise schema.ConfigError(
         f"resume={path} has no checkpoint; valid: a run's output folder, or one of its {_CHECKPOINTS}/step_* folders"
     )
-
-
-def _steps_done(checkpoint: Path) -> int:
-    return int(json.loads((checkpoint / "position.json").read_text())["step"])
 
 
 def _make_folder(config: DictConfig, first: bool, resume: Path | None) -> Path:

@@ -9,7 +9,8 @@ Regions on single numbers are left as they are.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -120,11 +121,11 @@ def _cut(nodes: tuple[fx.Node, ...]) -> Region:
         new[node] = graph.node_copy(node, new.__getitem__)
     graph.output(tuple(new[node] for node in outputs))
     module = compat.graph_module(torch.nn.Module(), graph)
-    length = _flat_length(inputs, nodes, outputs)
+    length = _flat_length(inputs, nodes)
     return Region(nodes, inputs, outputs, module, _key(graph, length is not None), length)
 
 
-def _flat_length(inputs: Sequence[fx.Node], nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> int | None:
+def _flat_length(inputs: Sequence[fx.Node], nodes: Sequence[fx.Node]) -> int | None:
     """The number of elements of a region's tensors, where flattening them changes nothing but shapes."""
     shapes = {tuple(node.meta["val"].shape) for node in (*inputs, *nodes)} - {()}
     pure = all(_elementwise(node) for node in nodes)
@@ -216,14 +217,8 @@ def _flattening(run: Run, shapes: list[tuple[int, ...]]) -> Callable[..., Sequen
 def _replace(graph: fx.Graph, region: Region, kernel: Callable[..., Sequence[Tensor]]) -> None:
     with graph.inserting_before(region.nodes[0]):
         call = graph.call_function(kernel, region.inputs)
-        results: Iterator[fx.Node] = iter([])
-        if region.outputs:
-            results = iter([graph.call_function(_item, (call, i)) for i in range(len(region.outputs))])
-    for node in region.outputs:
-        node.replace_all_uses_with(next(results))
+        results = [graph.call_function(operator.getitem, (call, i)) for i in range(len(region.outputs))]
+    for node, result in zip(region.outputs, results, strict=True):
+        node.replace_all_uses_with(result)
     for node in reversed(region.nodes):
         graph.erase_node(node)
-
-
-def _item(values: Sequence[Tensor], i: int) -> Tensor:
-    return values[i]

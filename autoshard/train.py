@@ -11,6 +11,7 @@ Here is the command: composing the configuration, refusing what nothing would re
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -43,6 +44,7 @@ def main() -> None:
     if world > 1 and words & {"--multirun", "-m"}:
         _give_up("--multirun cannot run inside torchrun; valid: a loop over torchrun, or one rank with python", rank)
     schema.register()
+    logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)  # it logs an error that it also raises
     before = os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra would print and exit; what is wrong is said here
     try:

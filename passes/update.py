@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from autoshard import collectives
+from autoshard import collectives, ops
 from autoshard.fragments import Writer
 from autoshard.manager import PassContext
 from autoshard.optim import Mode, SlotTemplate
@@ -197,7 +197,7 @@ class _Epilogue:
         """The L2 norm of the whole gradient; one all-reduce per set of axes over which gradients are sharded."""
 
         def squares(grad: Tensor) -> Tensor:
-            wide = grad if grad.dtype in (torch.float32, torch.float64) else grad.float()
+            wide = ops.wide(grad)
             return (wide * wide).sum(dtype=torch.float64)
 
         sums: dict[tuple[int, ...], list[fx.Node]] = {}

@@ -257,7 +257,7 @@ def test_what_nothing_would_read_is_refused_with_the_nearest_valid_name(
         train.main()
     printed = capsys.readouterr()
     assert ended.value.code == 1
-    assert re.search(rf"(?m)^error: .*{message}", printed.err), printed.err
+    assert re.search(rf"^error: .*{message}", printed.err), printed.err
     assert "Traceback" not in printed.err
 
 
