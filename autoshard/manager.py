@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,6 +27,9 @@ class PassContext:
         binding: the optimizer, None without one.
         schedule: factor on the learning rate by update, None for 1.
         device: where the program runs.
+        parameters: how each parameter lies on the axes other than data, as `place` chose for the training program
+            (its data entry is R); empty before.
+        wishes: how the user wants parameters to lie on the tensor axis.
     """
 
     plan: Plan
@@ -34,6 +37,8 @@ class PassContext:
     binding: Binding | None = None
     schedule: Callable[[torch.Tensor], torch.Tensor] | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    parameters: Mapping[str, Placements] = field(default_factory=dict)
+    wishes: Mapping[str, Placement] = field(default_factory=dict)
 
     @property
     def data(self) -> int | None:

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autoshard import collectives
+from autoshard import collectives, placement
 from autoshard.errors import VerifyError
 from autoshard.fragments import Writer
 from autoshard.manager import PassContext
 from autoshard.ops import whole
 from autoshard.passes.place import op_outputs, redistribute
-from autoshard.placement import Shard
+from autoshard.placement import REPLICATE, Placement, Shard
 from autoshard.program import Graph, Kind, Placements, Port, Program, Signature, tag
 from autoshard.randomness import uniform_op
 from autoshard.retrace import clean, default_tag
@@ -41,9 +41,7 @@ def coordinate_ports(context: PassContext) -> tuple[Port, ...]:
 
 def local_shape(shape: tuple[int, ...], placements: Placements, context: PassContext) -> tuple[int, ...]:
     """What one rank holds of a tensor of global `shape`, padding counted."""
-    for placement, axis in zip(placements, context.axes, strict=True):
-        shape = collectives.local_shape(shape, placement, axis.ranks)
-    return shape
+    return placement.local_shape(shape, placements, [axis.ranks for axis in context.axes])
 
 
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
@@ -107,16 +105,26 @@ class _Lowering:
     def _redistribute(self, n: fx.Node, x: fx.Node) -> fx.Node:
         arguments: tuple[Any, ...] = n.args
         source, axis, before, after = arguments
-        size = list(n.meta["val"].shape)
-        for i, (placement, other) in enumerate(zip(tag(source).placements[0], self.context.axes, strict=True)):
-            if i != axis:
-                size = list(collectives.local_shape(tuple(size), placement, other.ranks))
+        placements = tag(source).placements[0]
+        size = local_shape(tuple(n.meta["val"].shape), self._with(placements, axis, REPLICATE), self.context)
+        before, after = (self._seen_locally(self._with(placements, axis, p), axis) for p in (before, after))
 
         def change(x: Tensor, coordinate: Tensor) -> Tensor:
-            return collectives.redistribute(x, self.context.axes[axis], before, after, tuple(size), coordinate)
+            return collectives.redistribute(x, self.context.axes[axis], before, after, size, coordinate)
 
-        key = ("redistribute", axis, before, after, tuple(size))
+        key = ("redistribute", axis, before, after, size)
         return self.writer.write(change, [x, self.coordinates[axis]], tag(n), key)
+
+    @staticmethod
+    def _with(placements: Placements, axis: int, own: Placement) -> Placements:
+        return tuple(own if i == axis else p for i, p in enumerate(placements))
+
+    def _seen_locally(self, placements: Placements, axis: int) -> Placement:
+        """The placement on `axis` in a tensor that the other axes have split already."""
+        own = placements[axis]
+        if not isinstance(own, Shard):
+            return own
+        return Shard(own.dim, placement.local_outer(placements, [a.ranks for a in self.context.axes], axis))
 
     def _uniform(self, n: fx.Node, args: Any) -> tuple[Any, ...]:
         sharded = [(i, p) for i, p in enumerate(tag(n).placements[0]) if isinstance(p, Shard)]
