@@ -149,7 +149,7 @@ def _leaves(config: Any) -> list[str]:
     if config is None:
         return []
     plain: Any = OmegaConf.to_container(config, resolve=False)
-    return [key for field in fields(Config) for key in _keys_under(field.name, plain.get(field.name))]
+    return [key for f in fields(Config) for key in _keys_under(f.name, plain.get(f.name))]
 
 
 def _keys_under(path: str, value: Any) -> Iterator[str]:
