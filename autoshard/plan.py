@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,10 +12,12 @@ from typing import Any, TypeVar
 import torch
 
 from autoshard.errors import PlanError
+from autoshard.names import hint
 
 _AXES = ("pipeline", "data", "tensor")  # outermost first: neighbours in rank talk most
 
 _K = TypeVar("_K", "Mesh", "Zero")
+_T = TypeVar("_T")
 
 
 def _check(owner: str, name: str, found: object, ok: bool, valid: str) -> None:
@@ -27,6 +29,26 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _known_fields_only(kind: type[_T]) -> type[_T]:
+    """A keyword-only dataclass that refuses other arguments by name, with the nearest field."""
+    init: Any = kind.__init__
+    known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **values: Any) -> None:
+        valid = f"valid: {', '.join(known)}"
+        if args:
+            raise PlanError(f"{kind.__name__} was given {args[0]!r} without its field's name; {valid}")
+        for name in values:
+            if name not in known:
+                raise PlanError(f"{kind.__name__} has no field {name!r}; {hint(name, known)}{valid}")
+        init(self, **values)
+
+    kind.__init__ = checked  # type: ignore[method-assign]
+    return kind
+
+
+@_known_fields_only
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
     """The sizes of the mesh axes, in ranks. Their product is the world size; one may be -1, "the rest".
@@ -103,6 +125,7 @@ class Mesh:
         return {name: found[name] for name, _ in self.axes}
 
 
+@_known_fields_only
 @dataclass(frozen=True, kw_only=True)
 class Zero:
     """What is sharded over the data axis (ZeRO, arXiv:1910.02054).
@@ -134,6 +157,7 @@ _LATER = {
 }
 
 
+@_known_fields_only
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """How a model is trained: which program each rank runs.
@@ -245,9 +269,4 @@ def _as_knob(name: str, kind: type[_K], value: Any) -> _K:
         raise PlanError(
             f"Plan.{name} is {value!r}; valid: {number}{kind.__name__}({', '.join(fields)}) or a mapping of those"
         )
-    for key in value:
-        if key not in fields:
-            near = difflib.get_close_matches(str(key), fields, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise PlanError(f"Plan.{name} has the unknown key {key!r}; {hint}valid: {', '.join(fields)}")
-    return kind(**value)
+    return kind(**{str(key): knob for key, knob in value.items()})
