@@ -21,7 +21,7 @@ from autoshard.fragments import Writer
 from autoshard.manager import PassContext
 from autoshard.ops import whole
 from autoshard.passes.place import op_outputs, redistribute
-from autoshard.placement import REPLICATE, Placement, Shard
+from autoshard.placement import REPLICATE, Placement, Shard, shard_length
 from autoshard.program import Graph, Kind, Placements, Port, Program, Signature, tag
 from autoshard.randomness import uniform_op
 from autoshard.retrace import clean, default_tag
@@ -143,7 +143,10 @@ class _Lowering:
         shapes = self._shapes(n)
         for argument, output in rule.sizes.items():
             args[argument] = list(shapes[output] or ())
-        return rule.localize(args, shapes) if rule.localize else args
+        if rule.localize is None:
+            return args
+        held = tuple(tuple(self.local[x].meta["val"].shape) for x in tensor_inputs(n))
+        return rule.localize(op_of(n), args, held, shapes)
 
     def _shapes(self, n: fx.Node) -> tuple[tuple[int, ...] | None, ...]:
         return tuple(
