@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,6 +27,9 @@ class PassContext:
         binding: the optimizer, None without one.
         schedule: factor on the learning rate by update, None for 1.
         device: where the program runs.
+        parameters: how `place` laid each parameter in the training program, whole on the data axis; empty before there
+            is one. Later programs keep to it.
+        wishes: what plan.rules ask of parameters on the tensor axis.
     """
 
     plan: Plan
@@ -34,6 +37,8 @@ class PassContext:
     binding: Binding | None = None
     schedule: Callable[[torch.Tensor], torch.Tensor] | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    parameters: Mapping[str, Placements] = field(default_factory=dict)
+    wishes: Mapping[str, Placement] = field(default_factory=dict)
 
     @property
     def data(self) -> int | None:
@@ -43,9 +48,18 @@ class PassContext:
     def replicate(self) -> Placements:
         return (REPLICATE,) * len(self.axes)
 
-    def on_data(self, placement: Placement) -> Placements:
-        """Replicated on every axis but the data axis."""
-        return tuple(placement if i == self.data else p for i, p in enumerate(self.replicate()))
+    def on_data(self, placement: Placement, others: Placements | None = None) -> Placements:
+        """`placement` on the data axis; on the other axes `others`, or replicated."""
+        return tuple(placement if i == self.data else p for i, p in enumerate(others or self.replicate()))
+
+    def placed(self, name: str) -> Placements:
+        """How `place` laid a parameter, whole on the data axis; before it did, and where it has no use, replicated."""
+        return self.parameters.get(name, self.replicate())
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The sizes of `axes`."""
+        return tuple(axis.ranks for axis in self.axes)
 
 
 Pass = Callable[[Program, PassContext], Program]
