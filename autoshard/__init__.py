@@ -27,7 +27,8 @@ from autoshard.errors import (
     VerifyError,
 )
 from autoshard.loss import Mean
-from autoshard.plan import Mesh, Plan, Zero
+from autoshard.placement import Replicate, Shard
+from autoshard.plan import Mesh, Plan, Tensor, Zero
 from autoshard.state import State
 
 __all__ = [
@@ -42,11 +43,14 @@ __all__ = [
     "Plan",
     "PlanError",
     "RankLostError",
+    "Replicate",
     "Replicated",
     "Report",
+    "Shard",
     "State",
     "StateError",
     "Step",
+    "Tensor",
     "VerifyError",
     "Zero",
     "data",

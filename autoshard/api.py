@@ -26,6 +26,7 @@ from autoshard.plan import Plan
 from autoshard.program import Program
 from autoshard.schedules import trace_check
 from autoshard.state import State
+from autoshard.wishes import parameter_wishes
 
 Model = nn.Module | Callable[[], nn.Module]
 Metrics = dict[str, Tensor]
@@ -80,7 +81,10 @@ class Step:
         self.loss: Loss = loss or call_model
         self.schedule = schedule
         self.binding = self._bind(optimizer)
-        self.context = PassContext(self.plan, self.runtime.axes, self.binding, schedule, self.runtime.device)
+        wishes = parameter_wishes(self.plan.rules, self.source.modules, self.plan.mesh.tensor)
+        self.context = PassContext(
+            self.plan, self.runtime.axes, self.binding, schedule, self.runtime.device, wishes=wishes
+        )
         self.engine = Engine(self.runtime, self.plan, self.binding, schedule)
         self._training: dict[BatchSpec, Training] = {}
         self._others: dict[tuple[str, BatchSpec], Evaluation] = {}
@@ -242,6 +246,7 @@ class Step:
         )
         training = self.engine.build_training(captured, spec, self.context)
         self._training[spec] = training
+        self.context = dataclasses.replace(self.context, parameters=self.context.parameters or training.placed)
         self._example = batches.as_meta(batch)
         return training
 

@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
+from autoshard.checkpoint_blocks import LoadBlocks, SaveBlocks
 from autoshard.errors import AutoshardError, CheckpointError
 
 _FORMAT = 1
@@ -84,7 +85,8 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], met
         _together(prepare)
         _together(see)
         with _quiet():
-            save({name: t.detach() for name, t in tensors.items()}, storage_writer=FileSystemWriter(partial))
+            detached = {name: t.detach() for name, t in tensors.items()}
+            save(detached, storage_writer=FileSystemWriter(partial), planner=SaveBlocks())
         sums = _checksums(partial, _from_first(lambda: _written_files(partial)))
 
         def publish() -> None:
@@ -146,7 +148,8 @@ def read_into(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor],
         _together(lambda: _compare(root, manifest["tensors"], _description(tensors)))
         _together(lambda: _verify(folder, manifest["files"]))
         with _quiet():
-            load({name: t.detach() for name, t in tensors.items()}, storage_reader=FileSystemReader(folder))
+            detached = {name: t.detach() for name, t in tensors.items()}
+            load(detached, storage_reader=FileSystemReader(folder), planner=LoadBlocks())
         if not allow_nan:
             bad = sorted(set().union(*_gather([key for key, t in tensors.items() if _has_nan(t)])))
             if bad:

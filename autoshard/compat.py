@@ -25,6 +25,7 @@ if not _SUPPORTED[0] <= _found <= _SUPPORTED[1]:
 from torch import _guards, _meta_registrations  # noqa: E402
 from torch._decomp import get_decompositions as _get_decompositions  # noqa: E402
 from torch._subclasses import fake_tensor as _fake  # noqa: E402
+from torch.distributed.tensor import placement_types as _placement_types  # noqa: E402
 from torch.fx import _lazy_graph_module  # noqa: E402
 from torch.fx.experimental import symbolic_shapes as _symbolic_shapes  # noqa: E402
 from torch.fx.experimental.proxy_tensor import get_proxy_mode as _get_proxy_mode  # noqa: E402
@@ -250,6 +251,16 @@ def generated_code() -> Iterator[list[str]]:
             yield found
     finally:
         GraphLowering.save_output_code = saved
+
+
+def strided_shard(dim: int, outer: int) -> Any:
+    """DTensor's private placement for a shard of every one of `outer` parts of a dim."""
+    return _placement_types._StridedShard(dim, split_factor=outer)
+
+
+def split_factor(placement: Any) -> int:
+    """Into how many parts a dim is seen before a DTensor placement shards it: 1 but for a strided shard."""
+    return int(placement.split_factor) if isinstance(placement, _placement_types._StridedShard) else 1
 
 
 def register_group(name: str, group: dist.ProcessGroup) -> None:

@@ -12,7 +12,8 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
 from autoshard.manager import PassContext
-from autoshard.passes.update import parameter_placements, slot_placements
+from autoshard.passes.update import slot_placements
+from autoshard.passes.zero import at_rest
 from autoshard.program import TAG, Graph, Role, tag
 from autoshard.rules.table import CHEAP_VIEWS
 from autoshard.state import Layout
@@ -122,12 +123,13 @@ def _at_rest(step: Step, training: Training) -> dict[str, int]:
     parameters = step.modules.parameters()
     for name, p in parameters.items():
         shape = tuple(p.shape)
-        found["params"] += _nbytes(Layout(shape, p.dtype, parameter_placements(shape, context)), context)
+        resting = at_rest(shape, context.placed(name), context)
+        found["params"] += _nbytes(Layout(shape, p.dtype, resting.parameter), context)
         if context.binding is None or name not in training.with_gradient or name in context.binding.unassigned:
             continue
         for slot in context.binding.slot_templates(name, shape, p.dtype):
-            placements = slot_placements(shape, context) if slot.like_parameter else context.replicate()
-            found["optimizer"] += _nbytes(Layout(slot.shape, slot.dtype, placements), context)
+            lies = slot_placements(slot, resting, context)
+            found["optimizer"] += _nbytes(Layout(slot.shape, slot.dtype, lies), context)
     for b in step.modules.buffers().values():
         found["buffers"] += b.numel() * b.element_size()
     return found

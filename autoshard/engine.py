@@ -23,7 +23,7 @@ from autoshard.optim import Binding, EagerUpdate, LocalShard, Mode
 from autoshard.passes.accumulate import accumulator
 from autoshard.placement import Partial, Shard
 from autoshard.plan import Plan
-from autoshard.program import Graph, Kind, Port, Program, Signature
+from autoshard.program import Graph, Kind, Placements, Port, Program, Signature
 from autoshard.retrace import clean, copied
 from autoshard.runtime import Runtime
 from autoshard.state import Key, Layout, State
@@ -63,6 +63,12 @@ class Training:
         """Losses, extras and gradients, in the order of the lowered micro graph's outputs."""
         kinds = (Kind.LOSS, Kind.EXTRA, Kind.GRADIENT)
         return tuple(p for p in self.snapshots["lower"].graphs["micro"].signature.outputs if p.kind in kinds)
+
+    @functools.cached_property
+    def placed(self) -> dict[str, Placements]:
+        """How `place` laid the parameters: whole on the data axis."""
+        inputs = self.snapshots["place"].graphs["micro"].signature.find_inputs(Kind.PARAMETER)
+        return {port.name: port.placements for _, port in inputs}
 
     @property
     def with_gradient(self) -> tuple[str, ...]:

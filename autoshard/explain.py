@@ -16,8 +16,8 @@ from torch.utils.flop_counter import flop_registry
 from autoshard import collectives
 from autoshard.optim import Mode
 from autoshard.passes.place import redistribute
-from autoshard.passes.update import parameter_placements, slot_placements
-from autoshard.placement import Replicate
+from autoshard.passes.zero import at_rest
+from autoshard.placement import REPLICATE, Replicate, local_shape
 from autoshard.program import TAG, Graph, Kind, Placements, Role, Tag, tag
 from autoshard.rules.table import CHEAP_VIEWS
 
@@ -121,7 +121,7 @@ class _Explanation:
         found = []
         for name, p in self.step.modules.parameters().items():
             shape = tuple(p.shape)
-            at_rest, slots = parameter_placements(shape, self.context), slot_placements(shape, self.context)
+            resting = at_rest(shape, self.context.placed(name), self.context)
             note = ""
             if name not in trainable:
                 note = "is not trained"
@@ -130,16 +130,17 @@ class _Explanation:
             elif assigned is not None and name in assigned.unassigned:
                 note = "is in no group of the optimizer: it is not updated"
             placements = gradients[name].placements if name in gradients else None
-            entry = _Parameter(name, shape, at_rest, placements, slots, note, sent.get(name, {}))
+            entry = _Parameter(name, shape, resting.parameter, placements, resting.slot, note, dict(sent.get(name, {})))
             if placements is not None and assigned is not None and not note:
-                self._add_epilogue(entry, p.element_size() * p.numel())
+                self._add_epilogue(entry, p.element_size())
             found.append(entry)
         return found
 
-    def _add_epilogue(self, p: _Parameter, nbytes: int) -> None:
+    def _add_epilogue(self, p: _Parameter, element: int) -> None:
         """What the update itself sends: gradients that were left partial, and new values of whole parameters."""
         assert p.gradient is not None
         for i, axis in enumerate(self.axes):
+            nbytes = element * self._left_to(i, p.slots, p.shape)
             reduce = collectives.cost(p.gradient[i], p.slots[i], nbytes, axis.ranks)
             gather = collectives.cost(p.slots[i], p.at_rest[i], nbytes, axis.ranks)
             for column, amount in (("reduce", reduce), ("gather upd", gather)):
@@ -168,7 +169,14 @@ class _Explanation:
     def _sent(self, node: fx.Node) -> int:
         arguments: tuple[Any, ...] = node.args
         _, axis, source, target = arguments
-        return int(collectives.cost(source, target, _nbytes(node.meta["val"]), self.axes[axis].ranks))
+        value = node.meta["val"]
+        elements = self._left_to(axis, tag(node).placements[0], tuple(value.shape))
+        return int(collectives.cost(source, target, elements * value.element_size(), self.axes[axis].ranks))
+
+    def _left_to(self, axis: int, placements: Placements, shape: tuple[int, ...]) -> int:
+        """Elements of a tensor that the ranks of one axis hold together."""
+        others = [REPLICATE if i == axis else p for i, p in enumerate(placements)]
+        return math.prod(local_shape(shape, others, self.context.ranks))
 
     # ---------------------------------------------------------------- the rest
 
@@ -191,7 +199,8 @@ class _Explanation:
                 gathered = sum(
                     self._sent(n) for n in node.all_input_nodes if n.target is redistribute and self._is_gather(n)
                 )
-                wasted = _flops(node) * (ranks - 1) // max(ranks, 1)
+                split = math.prod(a.ranks for i, a in enumerate(self.axes) if _is_split(node, i))
+                wasted = _flops(node) * (ranks - split) // (ranks * split)
                 rows.append((wasted * self.accumulate, gathered * self.accumulate, node))
         if not rows:
             return ["every op that a shard or a partial sum reaches is split by a rule"] if self.axes else []
@@ -255,6 +264,12 @@ def _replicated(graph: Graph) -> Iterator[fx.Node]:
         made = node.op == "call_function" and TAG in node.meta and node.target not in CHEAP_VIEWS
         if made and tag(node).rule == "replicated":
             yield node
+
+
+def _is_split(node: fx.Node, axis: int) -> bool:
+    """Whether the ranks of an axis share a node's work."""
+    values = [p for n in (node, *node.all_input_nodes) if TAG in n.meta for p in tag(n).placements]
+    return any(not isinstance(p[axis], Replicate) for p in values)
 
 
 def _flops(node: fx.Node) -> int:

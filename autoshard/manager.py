@@ -27,9 +27,9 @@ class PassContext:
         binding: the optimizer, None without one.
         schedule: factor on the learning rate by update, None for 1.
         device: where the program runs.
-        parameters: how each parameter lies on the axes other than data, as `place` chose for the training program
-            (its data entry is R); empty before.
-        wishes: how the user wants parameters to lie on the tensor axis.
+        parameters: how `place` laid each parameter in the training program, whole on the data axis; empty before there
+            is one. Later programs keep to it.
+        wishes: what plan.rules ask of parameters on the tensor axis.
     """
 
     plan: Plan
@@ -48,9 +48,18 @@ class PassContext:
     def replicate(self) -> Placements:
         return (REPLICATE,) * len(self.axes)
 
-    def on_data(self, placement: Placement) -> Placements:
-        """Replicated on every axis but the data axis."""
-        return tuple(placement if i == self.data else p for i, p in enumerate(self.replicate()))
+    def on_data(self, placement: Placement, others: Placements | None = None) -> Placements:
+        """`placement` on the data axis; on the other axes `others`, or replicated."""
+        return tuple(placement if i == self.data else p for i, p in enumerate(others or self.replicate()))
+
+    def placed(self, name: str) -> Placements:
+        """How `place` laid a parameter, whole on the data axis; before it did, and where it has no use, replicated."""
+        return self.parameters.get(name, self.replicate())
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The sizes of `axes`."""
+        return tuple(axis.ranks for axis in self.axes)
 
 
 Pass = Callable[[Program, PassContext], Program]

@@ -2,15 +2,22 @@
 
 The words are DTensor's. They are types of our own because the passes also need a shard of a dim that was
 merged from two (``Shard(dim, outer)``), which DTensor keeps private, and because a graph's tags must be
-hashable and print well on every torch version. `to_dtensor` converts at the boundary: state is DTensors.
+hashable and print well on every torch version. `to_dtensors` converts at the boundary: state is DTensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed.tensor as dt
+from torch import Tensor
+
+from autoshard import compat
 
 
 @dataclass(frozen=True)
@@ -51,25 +58,25 @@ class Partial:
 
 
 Placement = Replicate | Shard | Partial
+Ranges = tuple[tuple[int, int], ...]  # half-open, of one dim
 
 REPLICATE = Replicate()
 PARTIAL = Partial()
 
 
-def to_dtensor(placement: Placement) -> dt.Placement:
-    """The same placement in DTensor's public types.
-
-    Raises:
-        TypeError: for a strided shard, which no state is ever left in.
-    """
-    match placement:
-        case Replicate():
-            return dt.Replicate()
-        case Shard(dim, 1):
-            return dt.Shard(dim)
-        case Partial(op):
-            return dt.Partial(op)
-    raise TypeError(f"{placement} has no public DTensor counterpart")
+def to_dtensors(placements: Sequence[Placement], ranks: Sequence[int]) -> list[dt.Placement]:
+    """The same placements in DTensor's types, which split a dim axis by axis, the first axis first."""
+    found: list[dt.Placement] = []
+    for axis, placement in enumerate(placements):
+        match placement:
+            case Replicate():
+                found.append(dt.Replicate())
+            case Partial(op):
+                found.append(dt.Partial(op))
+            case Shard(dim):
+                outer = local_outer(placements[: axis + 1], ranks[: axis + 1], axis)
+                found.append(dt.Shard(dim) if outer == 1 else compat.strided_shard(dim, outer))
+    return found
 
 
 def shard_length(size: int, ranks: int) -> int:
@@ -83,40 +90,109 @@ def shard_bounds(size: int, ranks: int, coordinate: int) -> tuple[int, int]:
     return min(coordinate * length, size), min((coordinate + 1) * length, size)
 
 
-def _on_dim(placements: Sequence[Placement], ranks: Sequence[int], dim: int) -> list[tuple[int, int]]:
-    """(outer, ranks) of every axis that splits `dim`, slowest factor first."""
-    return sorted((p.outer, n) for p, n in zip(placements, ranks, strict=True) if isinstance(p, Shard) and p.dim == dim)
+def local_outer(placements: Sequence[Placement], ranks: Sequence[int], axis: int) -> int:
+    """The `outer` of `axis` within what is left of its dim where the other axes have split it."""
+    own = placements[axis]
+    assert isinstance(own, Shard)
+    coarser = [
+        n
+        for i, (p, n) in enumerate(zip(placements, ranks, strict=True))
+        if i != axis and isinstance(p, Shard) and p.dim == own.dim and p.outer < own.outer
+    ]
+    return own.outer // math.prod(coarser)
+
+
+def splits_of(placements: Sequence[Placement], ranks: Sequence[int], dim: int) -> list[int]:
+    """The axes that split `dim`, the coarsest first."""
+    found = [i for i, p in enumerate(placements) if isinstance(p, Shard) and p.dim == dim and ranks[i] > 1]
+    return sorted(found, key=lambda i: placements[i].outer)  # type: ignore[union-attr]
 
 
 def fits(shape: Sequence[int], placements: Sequence[Placement], ranks: Sequence[int]) -> bool:
     """Whether the axes that split one dim split factors of it that do not overlap and divide it."""
     for dim, size in enumerate(shape):
         taken = 1
-        split = _on_dim(placements, ranks, dim)
-        for outer, n in split:
-            if outer % taken or (len(split) > 1 and size % (outer * n)):
+        axes = splits_of(placements, ranks, dim)
+        for i in axes:
+            outer = placements[i].outer  # type: ignore[union-attr]
+            if outer % taken or (len(axes) > 1 and size % (outer * ranks[i])):
                 return False
-            taken = outer * n
+            taken = outer * ranks[i]
     return True
-
-
-def local_outer(placements: Sequence[Placement], ranks: Sequence[int], axis: int) -> int:
-    """The `outer` of the shard on `axis` as seen in a tensor that the other axes have split already."""
-    own = placements[axis]
-    assert isinstance(own, Shard)
-    outer = own.outer
-    for i, (other, n) in enumerate(zip(placements, ranks, strict=True)):
-        if i != axis and isinstance(other, Shard) and other.dim == own.dim and other.outer < own.outer:
-            outer //= n
-    return outer
 
 
 def local_shape(shape: Sequence[int], placements: Sequence[Placement], ranks: Sequence[int]) -> tuple[int, ...]:
     """What one rank holds of a tensor of global `shape`, padding counted."""
     found = list(shape)
-    for placement, n in zip(placements, ranks, strict=True):
-        if isinstance(placement, Shard):
-            size = found[placement.dim]
-            whole = size % n == 0
-            found[placement.dim] = size // n if whole else placement.outer * shard_length(size // placement.outer, n)
+    for dim, size in enumerate(shape):
+        axes = splits_of(placements, ranks, dim)
+        found[dim] = shard_length(size, math.prod(ranks[i] for i in axes))
     return tuple(found)
+
+
+def owned(
+    shape: Sequence[int], placements: Sequence[Placement], ranks: Sequence[int], coordinates: Sequence[int]
+) -> list[Ranges]:
+    """Per dim, the half-open ranges of the global tensor that a rank holds, in the order in which it holds them."""
+    found = []
+    for dim, size in enumerate(shape):
+        axes = splits_of(placements, ranks, dim)
+        splits = tuple((placements[i].outer, ranks[i], coordinates[i]) for i in axes)  # type: ignore[union-attr]
+        found.append(_ranges(size, splits))
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def _ranges(size: int, splits: tuple[tuple[int, int, int], ...]) -> Ranges:
+    """Ranges of a dim that is split by (outer, ranks, coordinate), the coarsest first."""
+    found = [(0, size)]
+    for outer, ranks, coordinate in splits:
+        if len(splits) == 1 and outer == 1:
+            return (shard_bounds(size, ranks, coordinate),)
+        step, rest = divmod(size, outer * ranks)
+        if rest:
+            raise ValueError(f"a dim of {size} is not split evenly by outer {outer} x {ranks} ranks")
+        starts = [(i * ranks + coordinate) * step for i in range(outer)]
+        found = [(start, start + step) for start in starts if any(a <= start < b for a, b in found)]
+    return tuple(found)
+
+
+def take(whole: Tensor, ranges: Sequence[Ranges]) -> Tensor:
+    """The part of a whole tensor that lies in `ranges` of each dim; a view where every dim has one."""
+    for dim, found in enumerate(ranges):
+        parts = [whole.narrow(dim, start, end - start) for start, end in found]
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+    return whole
+
+
+def put(whole: Tensor, ranges: Sequence[Ranges], part: Tensor) -> None:
+    """The reverse of `take`: writes `part`, which may be padded, to where it lies in `whole`."""
+    for there, here in blocks(ranges):
+        narrowed(whole, there).copy_(narrowed(part, here))
+
+
+def without_padding(local: Tensor, ranges: Sequence[Ranges]) -> Tensor:
+    """The view of a padded local shard that is not padding."""
+    for dim, found in enumerate(ranges):
+        local = local.narrow(dim, 0, sum(end - start for start, end in found))
+    return local
+
+
+Block = tuple[tuple[int, int], ...]  # per dim, a half-open range
+
+
+def blocks(ranges: Sequence[Ranges]) -> Iterator[tuple[Block, Block]]:
+    """Where each contiguous block that a rank holds lies in the whole tensor, and where in the rank's own."""
+    per_dim = []
+    for found in ranges:
+        ends = list(itertools.accumulate(end - start for start, end in found))
+        per_dim.append([(r, (last - r[1] + r[0], last)) for r, last in zip(found, ends, strict=True)])
+    for chosen in itertools.product(*per_dim):
+        yield tuple(there for there, _ in chosen), tuple(here for _, here in chosen)
+
+
+def narrowed(x: Tensor, block: Block) -> Tensor:
+    """The view of `x` that `block` says."""
+    for dim, (start, end) in enumerate(block):
+        x = x.narrow(dim, start, end - start)
+    return x

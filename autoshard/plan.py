@@ -13,11 +13,15 @@ import torch
 
 from autoshard.errors import PlanError
 from autoshard.names import hint
+from autoshard.placement import Replicate, Shard
 
 _AXES = ("pipeline", "data", "tensor")  # outermost first: neighbours in rank talk most
 
-_K = TypeVar("_K", "Mesh", "Zero")
+_K = TypeVar("_K", "Mesh", "Zero", "Tensor")
 _T = TypeVar("_T")
+
+STYLES = ("column", "row", "vocab", "replicate")
+Rule = Shard | Replicate | str  # a string is one of STYLES
 
 
 def _check(owner: str, name: str, found: object, ok: bool, valid: str) -> None:
@@ -150,6 +154,21 @@ class Zero:
             )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Tensor:
+    """How the tensor axis is used.
+
+    Args:
+        sequence: activations between the split layers are split along the sequence too (Megatron's sequence
+            parallelism), in the place of copies that every tensor rank holds.
+    """
+
+    sequence: bool = False
+
+    def __post_init__(self) -> None:
+        _check("Tensor", "sequence", self.sequence, isinstance(self.sequence, bool), "True or False")
+
+
 _OPTIONAL_PASSES = ("zero",)
 _LATER = {
     "precision": ("model", ("fp32", "bf16", "fp16")),
@@ -165,12 +184,18 @@ class Plan:
     Args:
         mesh: sizes of the mesh axes, in ranks. A mapping is taken too.
         zero: ZeRO stage 0..3, or `Zero` with its knobs. A mapping is taken too.
+        tensor: `Tensor`, the knobs of the tensor axis. A mapping is taken too.
+        rules: how parameters are split over the tensor axis, in the place of what autoshard would choose: a mapping
+            from patterns to "column" (split along its layer's output), "row" (along its input), "vocab" (an embedding's
+            rows), "replicate", `Shard(dim)`, the dim alone, or `Replicate()`. A pattern is a shell glob over the path
+            of a parameter, or of a module for the parameters that it holds itself; the first that matches counts.
         precision: "model" computes in the model's own dtypes. Others are refused by this version.
         recompute: "none" keeps activations for backward. Others are refused by this version.
         accumulate: micro-batches per optimizer step.
         clip_norm: the largest L2 norm of the whole gradient, or None for no clipping.
         backend: "inductor" compiles the graphs, "debug" runs the same graphs uncompiled.
         device: "cuda" or "cpu"; None takes CUDA where there is one.
+        check_replicas: compare every N steps, bit for bit, what several ranks hold copies of; None does not.
         max_compiles: programs a step may compile for different batch shapes before it refuses another.
         seed: of every random number: dropout, and the initialisation of a model given as a callable.
         without: names of passes to switch off, for finding a fault; "zero" runs the plan as stage 0.
@@ -181,12 +206,15 @@ class Plan:
 
     mesh: Mesh = field(default_factory=Mesh)
     zero: Zero = field(default_factory=Zero)
+    tensor: Tensor = field(default_factory=Tensor)
+    rules: tuple[tuple[str, Rule], ...] = ()
     precision: str = "model"
     recompute: str = "none"
     accumulate: int = 1
     clip_norm: float | None = None
     backend: str = "inductor"
     device: str | None = None
+    check_replicas: int | None = None
     max_compiles: int = 8
     seed: int = 0
     without: tuple[str, ...] = ()
@@ -196,12 +224,15 @@ class Plan:
         *,
         mesh: Mesh | Mapping[str, int] | None = None,
         zero: Zero | int | Mapping[str, int] = 0,
+        tensor: Tensor | Mapping[str, bool] | None = None,
+        rules: Mapping[str, Rule | int] | Sequence[tuple[str, Rule | int]] = (),
         precision: str = "model",
         recompute: str = "none",
         accumulate: int = 1,
         clip_norm: float | None = None,
         backend: str = "inductor",
         device: str | torch.device | None = None,
+        check_replicas: int | None = None,
         max_compiles: int = 8,
         seed: int = 0,
         without: Sequence[str] = (),
@@ -209,12 +240,15 @@ class Plan:
         values = {
             "mesh": _as_knob("mesh", Mesh, {} if mesh is None else mesh),
             "zero": _as_knob("zero", Zero, {"stage": zero} if isinstance(zero, int) else zero),
+            "tensor": _as_knob("tensor", Tensor, {} if tensor is None else tensor),
+            "rules": _as_rules(rules),
             "precision": precision,
             "recompute": recompute,
             "accumulate": accumulate,
             "clip_norm": float(clip_norm) if isinstance(clip_norm, int) and _is_int(clip_norm) else clip_norm,
             "backend": backend,
             "device": str(device) if isinstance(device, torch.device) else device,
+            "check_replicas": check_replicas,
             "max_compiles": max_compiles,
             "seed": seed,
             "without": (without,) if isinstance(without, str) else tuple(without),
@@ -230,12 +264,19 @@ class Plan:
             if isinstance(found, str) and found in later:
                 raise PlanError(f"Plan.{name} is {found!r}, which this version cannot do yet; valid: {now!r}")
             check("Plan", name, found, found == now, repr(now))
-        for axis in ("tensor", "pipeline"):
+        for axis in ("pipeline",):
             if self.mesh.axis(axis) != 1:
                 raise PlanError(
                     f"Plan.mesh has {axis}={self.mesh.axis(axis)}, which this version cannot do yet; "
-                    f"valid: {axis}=1 (use the data axis with zero=1..3)"
+                    f"valid: {axis}=1 (use the data axis with zero=1..3, and the tensor axis)"
                 )
+        if self.mesh.tensor == 1:
+            for name, given in (("tensor.sequence", self.tensor.sequence), ("rules", bool(self.rules))):
+                if given:
+                    raise PlanError(
+                        f"Plan.{name} is set, but the mesh has tensor=1, where it changes nothing; "
+                        f"valid: a mesh with tensor=2 or more, or no {name}"
+                    )
         check(
             "Plan", "accumulate", self.accumulate, _is_int(self.accumulate) and self.accumulate >= 1, "an integer >= 1"
         )
@@ -244,6 +285,14 @@ class Plan:
         check("Plan", "clip_norm", clip, clip_ok, "a positive finite number, or None")
         check("Plan", "backend", self.backend, self.backend in ("inductor", "debug"), "'inductor' or 'debug'")
         check("Plan", "device", self.device, _valid_device(self.device), "None, 'cpu' or 'cuda'")
+        every = self.check_replicas
+        check(
+            "Plan",
+            "check_replicas",
+            every,
+            every is None or (_is_int(every) and every >= 1),
+            "None, or a number of steps >= 1",
+        )
         compiles = self.max_compiles
         check("Plan", "max_compiles", compiles, _is_int(compiles) and compiles >= 1, "an integer >= 1")
         check(
@@ -258,6 +307,27 @@ class Plan:
 
 def _valid_device(device: object) -> bool:
     return device is None or (isinstance(device, str) and device.split(":")[0] in ("cpu", "cuda"))
+
+
+def _as_rules(given: Any) -> tuple[tuple[str, Rule], ...]:
+    """Pairs of pattern and rule, dims as shards."""
+    valid = f"{', '.join(map(repr, STYLES))}, Shard(dim), a dim, or Replicate()"
+    pairs = given.items() if isinstance(given, Mapping) else given
+    if isinstance(pairs, str) or not all(isinstance(pair, Sequence) and len(pair) == 2 for pair in pairs):
+        raise PlanError(f"Plan.rules is {given!r}; valid: a mapping from patterns to {valid}")
+    found: list[tuple[str, Rule]] = []
+    for pattern, rule in pairs:
+        if not isinstance(pattern, str) or not pattern:
+            raise PlanError(f"Plan.rules has the pattern {pattern!r}; valid: a glob such as '*.attention.q'")
+        made = Shard(rule) if _is_int(rule) else rule
+        shard = isinstance(made, Shard) and _is_int(made.dim) and _is_int(made.outer) and made.outer >= 1
+        if not (shard or isinstance(made, Replicate) or (isinstance(made, str) and made in STYLES)):
+            raise PlanError(f"Plan.rules[{pattern!r}] is {rule!r}; {hint(str(rule), STYLES)}valid: {valid}")
+        found.append((pattern, made))
+    twice = [pattern for i, (pattern, _) in enumerate(found) if pattern in [p for p, _ in found[:i]]]
+    if twice:
+        raise PlanError(f"Plan.rules has the pattern {twice[0]!r} twice; valid: each pattern once")
+    return tuple(found)
 
 
 def _as_knob(name: str, kind: type[_K], value: Any) -> _K:

@@ -143,10 +143,10 @@ def _add(model: _Model, options: list[list[int]], value: Value) -> None:
                     taken[pair] = model.variable(cost)
         for place, makers in made.items():
             leaving = {moved: 1.0 for pair, moved in taken.items() if pair[0] == place}
-            model.constrain({**leaving, **{maker: -1.0 for maker in makers}}, 0.0, 0.0)
+            model.constrain({**leaving, **dict.fromkeys(makers, -1.0)}, 0.0, 0.0)
         for place, wanting in wanted.items():
             arriving = {moved: 1.0 for pair, moved in taken.items() if pair[1] == place}
-            model.constrain({**arriving, **{option: -1.0 for option in wanting}}, 0.0, 0.0)
+            model.constrain({**arriving, **dict.fromkeys(wanting, -1.0)}, 0.0, 0.0)
 
 
 def _by_place(options: Sequence[int], places: Sequence[int]) -> dict[int, list[int]]:

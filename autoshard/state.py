@@ -17,12 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Replicate as DReplicate
 
-from autoshard import collectives
+from autoshard import placement
 from autoshard.collectives import Axis
 from autoshard.compat import pytree
 from autoshard.errors import StateError
 from autoshard.names import hint
-from autoshard.placement import Shard, shard_bounds, to_dtensor
+from autoshard.placement import to_dtensors
 from autoshard.program import Placements
 
 Key = tuple[str, ...]  # ("params", name) | ("buffers", name) | ("optimizer", name, slot) | ("step",) | ("rng",)
@@ -44,10 +44,7 @@ class Layout:
 
     def local_shape(self, axes: tuple[Axis, ...]) -> tuple[int, ...]:
         """What every rank holds, padding counted."""
-        shape = self.shape
-        for placement, axis in zip(self.placements, axes, strict=True):
-            shape = collectives.local_shape(shape, placement, axis.ranks)
-        return shape
+        return placement.local_shape(self.shape, self.placements, [axis.ranks for axis in axes])
 
 
 @dataclass(frozen=True)
@@ -66,36 +63,26 @@ class StateLayout:
         """This rank's padded shard of a whole tensor, in memory of its own, zeros as padding."""
         layout = self.layouts[key]
         local = torch.zeros(layout.local_shape(self.axes), dtype=layout.dtype, device=whole.device)
-        part = whole
-        for placement, axis in zip(layout.placements, self.axes, strict=True):
-            if isinstance(placement, Shard):
-                size = part.shape[placement.dim]
-                start, end = shard_bounds(size, axis.ranks, self.coordinates[axis.name])
-                part = part.narrow(placement.dim, start, end - start)
-        self.valid(key, local).copy_(part)
+        self.valid(key, local).copy_(placement.take(whole, self._owned(layout)))
         return local
 
     def valid(self, key: Key, local: Tensor) -> Tensor:
         """The view of a padded local shard that is not padding."""
-        return self._valid(self.layouts[key], local)
+        return placement.without_padding(local, self._owned(self.layouts[key]))
 
-    def _valid(self, layout: Layout, local: Tensor) -> Tensor:
-        for placement, axis in zip(layout.placements, self.axes, strict=True):
-            if isinstance(placement, Shard):
-                size = layout.shape[placement.dim]
-                start, end = shard_bounds(size, axis.ranks, self.coordinates[axis.name])
-                local = local.narrow(placement.dim, 0, end - start)
-        return local
+    def _owned(self, layout: Layout) -> Sequence[placement.Ranges]:
+        ranks = [axis.ranks for axis in self.axes]
+        return placement.owned(layout.shape, layout.placements, ranks, [self.coordinates[a.name] for a in self.axes])
 
     def dtensor(self, key: Key, local: Tensor) -> DTensor:
         return self.as_dtensor(self.layouts[key], local)
 
     def as_dtensor(self, layout: Layout, local: Tensor) -> DTensor:
         """A padded local shard of `layout` as a DTensor that shares its memory."""
-        placements = [to_dtensor(p) for p in layout.placements] or [DReplicate()]
+        placements = to_dtensors(layout.placements, [axis.ranks for axis in self.axes]) or [DReplicate()]
         stride = torch.empty(layout.shape, device="meta").stride()
         return DTensor.from_local(
-            self._valid(layout, local),
+            placement.without_padding(local, self._owned(layout)),
             self.device_mesh,
             placements,
             run_check=False,

@@ -13,7 +13,8 @@ from autoshard.capture import Modules
 from autoshard.errors import AutoshardError
 from autoshard.manager import PassContext
 from autoshard.materialize import Recording, record, record_reset
-from autoshard.passes.update import parameter_placements, slot_placements
+from autoshard.passes.update import slot_placements
+from autoshard.passes.zero import at_rest
 from autoshard.runtime import Runtime
 from autoshard.state import Key, Layout, State, StateLayout
 
@@ -147,7 +148,8 @@ def layout(source: Source, with_gradient: Iterable[str], context: PassContext, r
     layouts: dict[Key, Layout] = {}
     fills: dict[Key, float] = {}
     for name, p in source.modules.parameters().items():
-        layouts["params", name] = Layout(tuple(p.shape), p.dtype, parameter_placements(tuple(p.shape), context))
+        resting = at_rest(tuple(p.shape), context.placed(name), context)
+        layouts["params", name] = Layout(tuple(p.shape), p.dtype, resting.parameter)
     for name, b in source.modules.buffers().items():
         layouts["buffers", name] = Layout(tuple(b.shape), b.dtype, context.replicate())
     if context.binding is not None:
@@ -156,8 +158,9 @@ def layout(source: Source, with_gradient: Iterable[str], context: PassContext, r
             if name in context.binding.unassigned:
                 continue
             shape, dtype = tuple(parameters[name].shape), parameters[name].dtype
+            resting = at_rest(shape, context.placed(name), context)
             for slot in context.binding.slot_templates(name, shape, dtype):
-                placements = slot_placements(shape, context) if slot.like_parameter else context.replicate()
+                placements = slot_placements(slot, resting, context)
                 layouts["optimizer", name, slot.name] = Layout(slot.shape, slot.dtype, placements)
                 fills["optimizer", name, slot.name] = slot.fill
     layouts["step",] = Layout((), torch.int64, context.replicate())

@@ -26,17 +26,30 @@ class ConfigError(AutoshardError):
 
 
 @dataclass
+class TensorConf:
+    """`autoshard.Tensor`."""
+
+    sequence: bool = False
+
+
+@dataclass
 class PlanConf:
-    """`autoshard.Plan`, with ZeRO's knobs beside its stage."""
+    """`autoshard.Plan`, with ZeRO's knobs beside its stage.
+
+    In `rules` a value is "column", "row", "vocab", "replicate", or the dim that is split, as an integer.
+    """
 
     zero: int = 3
     persistence_threshold: int = 0
+    tensor: TensorConf = field(default_factory=TensorConf)
+    rules: dict[str, Any] = field(default_factory=dict)
     precision: str = "model"
     recompute: str = "none"
     accumulate: int = 1
     clip_norm: float | None = None
     backend: str = "inductor"
     device: str | None = None
+    check_replicas: int | None = None
     max_compiles: int = 8
     seed: int = 0
     without: list[str] = field(default_factory=list)
@@ -109,6 +122,7 @@ def check(config: DictConfig) -> None:
     for prefix, node, kind in (
         ("", config, Config),
         ("plan.", config.plan, PlanConf),
+        ("plan.tensor.", config.plan.tensor, TensorConf),
         ("mesh.", config.mesh, MeshConf),
     ):
         _check_known(prefix, node, [f.name for f in fields(kind)], config)

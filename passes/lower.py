@@ -21,11 +21,12 @@ from autoshard.fragments import Writer
 from autoshard.manager import PassContext
 from autoshard.ops import whole
 from autoshard.passes.place import op_outputs, redistribute
-from autoshard.placement import REPLICATE, Placement, Shard, shard_length
+from autoshard.placement import REPLICATE, Placement, Shard
 from autoshard.program import Graph, Kind, Placements, Port, Program, Signature, tag
 from autoshard.randomness import uniform_op
 from autoshard.retrace import clean, default_tag
 from autoshard.rules import rule_of
+from autoshard.rules.options import op_of, tensor_inputs
 
 
 def lower(program: Program, context: PassContext) -> Program:

@@ -11,40 +11,26 @@ returns the reduced and clipped gradients instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
 
-from autoshard import collectives, ops
+from autoshard import collectives, moves, ops
 from autoshard.fragments import Writer
 from autoshard.manager import PassContext
 from autoshard.optim import Mode, SlotTemplate
 from autoshard.passes.lower import coordinate_ports, local_shape
-from autoshard.passes.zero import parameter_at_rest, slot_at_rest
-from autoshard.placement import Shard
+from autoshard.passes.zero import Resting, at_rest
+from autoshard.placement import REPLICATE, Shard
 from autoshard.program import Graph, Kind, Phase, Placements, Port, Program, Role, Signature, Tag
 from autoshard.retrace import clean
 
 
-def parameter_placements(shape: tuple[int, ...], context: PassContext) -> Placements:
-    """How a parameter lies between steps."""
-    if context.data is None:
-        return context.replicate()
-    return context.on_data(parameter_at_rest(shape, context.axes[context.data].ranks, context.plan))
-
-
-def slot_placements(shape: tuple[int, ...], context: PassContext) -> Placements:
-    """How a parameter's optimizer state lies, and its gradient while it is updated."""
-    if context.data is None:
-        return context.replicate()
-    return context.on_data(slot_at_rest(shape, context.axes[context.data].ranks, context.plan))
-
-
-def slot_port(name: str, template: SlotTemplate, shape: tuple[int, ...], context: PassContext) -> Port:
-    placements = slot_placements(shape, context) if template.like_parameter else context.replicate()
-    return Port(Kind.SLOT, f"{name}:{template.name}", template.shape, template.dtype, placements)
+def slot_placements(template: SlotTemplate, resting: Resting, context: PassContext) -> Placements:
+    """How one slot of a parameter's optimizer state lies."""
+    return resting.slot if template.like_parameter else context.replicate()
 
 
 def update(program: Program, context: PassContext) -> Program:
@@ -60,7 +46,9 @@ def update(program: Program, context: PassContext) -> Program:
             for _, port in micro.signature.find_inputs(Kind.ACCUMULATOR)
             if port.name.startswith(prefix)
         ]
-    return program.with_graph("epilogue", _Epilogue(gradients, context).build())
+    parameters = micro.signature.find_inputs(Kind.PARAMETER)
+    placed = {port.name: context.on_data(REPLICATE, port.placements) for _, port in parameters}
+    return program.with_graph("epilogue", _Epilogue(gradients, placed, context).build())
 
 
 @dataclass(frozen=True)
@@ -70,11 +58,11 @@ class _Parameter:
     at_rest: Placements
     updated: Placements
     gradient: Placements
-    slots: tuple[SlotTemplate, ...]
+    slots: tuple[tuple[SlotTemplate, Placements], ...]
 
 
 class _Epilogue:
-    def __init__(self, gradients: Sequence[Port], context: PassContext) -> None:
+    def __init__(self, gradients: Sequence[Port], placed: Mapping[str, Placements], context: PassContext) -> None:
         assert context.binding is not None
         self.context = context
         self.binding = context.binding
@@ -83,17 +71,13 @@ class _Epilogue:
         self.coordinates: list[fx.Node] = []
         self.graph_mode = self.binding.mode is Mode.GRAPH
         self.gradients = [port for port in gradients if port.name not in unassigned]
-        self.parameters = [
-            _Parameter(
-                port.name,
-                port.shape,
-                parameter_placements(port.shape, context),
-                slot_placements(port.shape, context),
-                port.placements,
-                self.binding.slot_templates(port.name, port.shape, port.dtype) if self.graph_mode else (),
-            )
-            for port in self.gradients
-        ]
+        self.parameters = [self._parameter(port, placed[port.name]) for port in self.gradients]
+
+    def _parameter(self, port: Port, placed: Placements) -> _Parameter:
+        resting = at_rest(port.shape, placed, self.context)
+        templates = self.binding.slot_templates(port.name, port.shape, port.dtype) if self.graph_mode else ()
+        slots = tuple((template, slot_placements(template, resting, self.context)) for template in templates)
+        return _Parameter(port.name, port.shape, resting.parameter, resting.slot, port.placements, slots)
 
     def build(self) -> Graph:
         context = self.context
@@ -102,7 +86,11 @@ class _Epilogue:
             for p, g in zip(self.parameters, self.gradients, strict=True)
         ]
         inputs += self.gradients
-        inputs += [slot_port(p.name, slot, p.shape, context) for p in self.parameters for slot in p.slots]
+        inputs += [
+            Port(Kind.SLOT, f"{p.name}:{slot.name}", slot.shape, slot.dtype, placements)
+            for p in self.parameters
+            for slot, placements in p.slots
+        ]
         inputs.append(Port(Kind.STEP, "step", (), torch.int64, context.replicate()))
         inputs += coordinate_ports(context)
         outputs = [Port(Kind.RESULT, name, (), torch.float64, context.replicate()) for name in ("grad_norm", "lr")]
@@ -141,7 +129,7 @@ class _Epilogue:
             number = self._once(lambda step: (step + 1).to(torch.float64), step)
             slots = iter(rest)
             for p, param, grad in zip(self.parameters, params, grads, strict=True):
-                held = {slot.name: next(slots) for slot in p.slots}
+                held = {slot.name: next(slots) for slot, _ in p.slots}
                 self._update(p, param, grad, held, [factor, number] if scale is None else [factor, number, scale])
         elif scale is None:
             results += grads
@@ -224,9 +212,7 @@ class _Epilogue:
             return x
 
         def change(x: Tensor, *coordinates: Tensor) -> Tensor:
-            for i, axis in enumerate(self.context.axes):
-                x = collectives.redistribute(x, axis, source[i], target[i], p.shape, coordinates[i])
-            return x
+            return moves.change(x, self.context.axes, source, target, p.shape, coordinates)
 
         key = ("change", source, target, p.shape)
         return self.writer.write(change, [x, *self.coordinates], _tag(p, role), key)

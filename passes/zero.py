@@ -14,45 +14,73 @@ dead after its group of uses.
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 from torch import fx
 
+from autoshard import compat
 from autoshard.manager import PassContext
 from autoshard.passes.place import redistribute
-from autoshard.placement import REPLICATE, Partial, Placement, Replicate, Shard, shard_length
-from autoshard.plan import Plan
-from autoshard.program import TAG, Graph, Kind, Phase, Port, Program, Role, Signature, tag
+from autoshard.placement import REPLICATE, Partial, Placement, Replicate, Shard, shard_length, splits_of, to_dtensors
+from autoshard.program import TAG, Graph, Kind, Phase, Placements, Port, Program, Role, Signature, tag
 from autoshard.retrace import clean, copied
 from autoshard.rules.table import CHEAP_VIEWS
 
 
-def shard_of(shape: tuple[int, ...], ranks: int, plan: Plan) -> Placement:
-    """How a parameter of `shape` is split over `ranks`: the first dim that divides, else the least padding.
+@dataclass(frozen=True)
+class Resting:
+    """How a parameter, its optimizer state and its gradient lie, on every axis.
 
-    A scalar, an empty tensor and one under the persistence threshold stay whole.
+    Args:
+        parameter: between steps.
+        slot: the optimizer's state, and the gradient while it is updated.
+        gradient: as the micro graph returns it, where it was a partial sum.
     """
-    numel = 1
-    for size in shape:
-        numel *= size
-    if not shape or numel == 0 or ranks == 1 or numel < plan.zero.persistence_threshold:
+
+    parameter: Placements
+    slot: Placements
+    gradient: Placements
+
+
+def at_rest(shape: tuple[int, ...], placed: Placements, context: PassContext) -> Resting:
+    """What the ZeRO stage makes of a parameter of global `shape` that `place` laid as `placed`, whole on data.
+
+    With micro-batches to come, stages 0 and 1 keep its gradient partial.
+    """
+    if context.data is None:
+        return Resting(placed, placed, placed)
+    stage = context.plan.zero.stage
+    split = context.on_data(data_shard(shape, placed, context), placed)
+    whole = context.on_data(REPLICATE, placed)
+    gradient = split if stage >= 1 else whole
+    if stage < 2 and context.plan.accumulate > 1:
+        gradient = context.on_data(Partial(), placed)
+    return Resting(split if stage >= 3 else whole, split if stage >= 1 else whole, gradient)
+
+
+def data_shard(shape: tuple[int, ...], placed: Placements, context: PassContext) -> Placement:
+    """How a parameter is split over the data axis: along the dim with the least padding, the first of those.
+
+    A dim that another axis splits is split further within each of that axis' shards, where it divides; not where
+    those are strided themselves: DTensor puts two strided shards of one dim together wrongly (torch 2.14). A scalar,
+    an empty tensor, one under the persistence threshold and one without such a dim stay whole.
+    """
+    assert context.data is not None
+    ranks, numel = context.ranks[context.data], math.prod(shape)
+    if not shape or numel == 0 or numel < context.plan.zero.persistence_threshold:
         return REPLICATE
-    padded = [shard_length(size, ranks) * ranks / size for size in shape]
-    return Shard(padded.index(min(padded)))
-
-
-def parameter_at_rest(shape: tuple[int, ...], ranks: int, plan: Plan) -> Placement:
-    return shard_of(shape, ranks, plan) if plan.zero.stage >= 3 else REPLICATE
-
-
-def slot_at_rest(shape: tuple[int, ...], ranks: int, plan: Plan) -> Placement:
-    return shard_of(shape, ranks, plan) if plan.zero.stage >= 1 else REPLICATE
-
-
-def gradient_leaving(shape: tuple[int, ...], ranks: int, plan: Plan) -> Placement:
-    """How the micro graph returns a gradient. With micro-batches to come, stages 0 and 1 keep it partial."""
-    stage = plan.zero.stage
-    if stage < 2 and plan.accumulate > 1:
-        return Partial()
-    return shard_of(shape, ranks, plan) if stage >= 1 else REPLICATE
+    found: list[tuple[float, bool, int, Shard]] = []
+    for dim, size in enumerate(shape):
+        axes = splits_of(placed, context.ranks, dim)
+        if not axes:
+            found.append((shard_length(size, ranks) * ranks / size, False, dim, Shard(dim)))
+            continue
+        inner = math.prod(context.ranks[i] for i in axes)
+        others = to_dtensors(placed, context.ranks)
+        if size % (inner * ranks) == 0 and all(compat.split_factor(others[i]) == 1 for i in axes):
+            found.append((1.0, True, dim, Shard(dim, inner)))
+    return min(found, key=lambda item: item[:3])[3] if found else REPLICATE
 
 
 def zero(program: Program, context: PassContext) -> Program:
@@ -69,7 +97,6 @@ class _Rewrite:
         self.graph = graph
         self.context = context
         self.axis = context.data
-        self.ranks = context.axes[self.axis].ranks
         self.order = {node: i for i, node in enumerate(graph.module.graph.nodes)}
         self.needed = self._all_uses()
 
@@ -77,27 +104,28 @@ class _Rewrite:
         inputs = list(self.graph.signature.inputs)
         for i, (node, port) in enumerate(zip(self.graph.placeholders(), inputs, strict=True)):
             if port.kind is Kind.PARAMETER:
-                at_rest = parameter_at_rest(port.shape, self.ranks, self.context.plan)
-                if isinstance(at_rest, Shard):
-                    inputs[i] = port.at(self._with(port.placements, at_rest))
-                    self._gather(node, at_rest)
+                resting = at_rest(port.shape, port.placements, self.context).parameter
+                on_data = resting[self.axis]
+                if isinstance(on_data, Shard):
+                    inputs[i] = port.at(resting)
+                    self._gather(node, on_data)
         outputs = self._reduce()
         clean(self.graph.module)
         return Graph(self.graph.module, Signature(tuple(inputs), outputs))
 
-    def _with(self, placements: tuple[Placement, ...], placement: Placement) -> tuple[Placement, ...]:
-        return tuple(placement if i == self.axis else p for i, p in enumerate(placements))
+    def _with(self, placements: Placements, placement: Placement) -> Placements:
+        return self.context.on_data(placement, placements)
 
-    def _gather(self, node: fx.Node, at_rest: Shard) -> None:
+    def _gather(self, node: fx.Node, shard: Shard) -> None:
         """Give every group of uses a gather of its own; views of the parameter are made anew for each group."""
         whole = tag(node).placements
-        node.meta[TAG] = tag(node).but(placements=(self._with(whole[0], at_rest),))
+        node.meta[TAG] = tag(node).but(placements=(self._with(whole[0], shard),))
         for group in self._groups(self._uses(node, node)):
             first = min((user for user, _ in group), key=self.order.__getitem__)
             graph = node.graph
             made: dict[fx.Node, fx.Node] = {}
             with graph.inserting_before(first):
-                gathered = graph.call_function(redistribute, (node, self.axis, at_rest, REPLICATE))  # type: ignore[arg-type]
+                gathered = graph.call_function(redistribute, (node, self.axis, shard, REPLICATE))  # type: ignore[arg-type]
                 gathered.meta["val"] = node.meta["val"]
                 owner = tag(first) if TAG in first.meta else tag(node)
                 phase = owner.phase
@@ -174,7 +202,7 @@ class _Rewrite:
             if port.kind is not Kind.GRADIENT:
                 continue
             now = port.placements[self.axis]
-            target = gradient_leaving(port.shape, self.ranks, self.context.plan)
+            target = at_rest(port.shape, self._with(port.placements, REPLICATE), self.context).gradient[self.axis]
             if isinstance(target, Partial) and isinstance(now, (Replicate, Shard)):
                 target = REPLICATE  # nothing to reduce: every rank has computed the whole gradient
             if now != target:

@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 
 from autoshard.errors import PlanError
-from autoshard.plan import Mesh, Plan, Zero
+from autoshard.placement import REPLICATE, Shard
+from autoshard.plan import Mesh, Plan, Tensor, Zero
+
+TWO = Mesh(tensor=2)
 
 
 @pytest.mark.parametrize(
@@ -27,7 +30,17 @@ from autoshard.plan import Mesh, Plan, Zero
         (lambda: Plan(precision="bf16"), ["Plan.precision", "cannot do yet", "'model'"]),
         (lambda: Plan(precision="int3"), ["Plan.precision", "'int3'"]),
         (lambda: Plan(recompute="blocks"), ["Plan.recompute", "cannot do yet"]),
-        (lambda: Plan(mesh={"tensor": 2}), ["tensor=2", "cannot do yet"]),
+        (lambda: Plan(mesh={"pipeline": 2}), ["pipeline=2", "cannot do yet"]),
+        (lambda: Plan(tensor=Tensor(sequence=True)), ["tensor.sequence", "tensor=1", "tensor=2 or more"]),
+        (lambda: Plan(tensor={"sequnce": True}), ["'sequnce'", "did you mean 'sequence'"]),
+        (lambda: Tensor(sequence=1), ["Tensor.sequence", "1", "True or False"]),  # type: ignore[arg-type]
+        (lambda: Plan(rules={"*.q": "column"}), ["Plan.rules", "tensor=1"]),
+        (lambda: Plan(rules={"*.q": "colum"}, mesh=TWO), ["'*.q'", "'colum'", "did you mean 'column'", "Shard(dim)"]),
+        (lambda: Plan(rules={"*.q": True}, mesh=TWO), ["'*.q'", "True"]),
+        (lambda: Plan(rules={"": 0}, mesh=TWO), ["pattern ''"]),
+        (lambda: Plan(rules=[("a", 0), ("a", 1)], mesh=TWO), ["'a' twice"]),
+        (lambda: Plan(rules="column", mesh=TWO), ["Plan.rules is 'column'", "mapping"]),  # type: ignore[arg-type]
+        (lambda: Plan(check_replicas=0), ["Plan.check_replicas", "0", ">= 1"]),
         (lambda: Plan(mesh={"dta": 2}), ["'dta'", "did you mean 'data'"]),
         (lambda: Plan(device="tpu"), ["Plan.device", "'tpu'"]),
         (lambda: Plan(max_compiles=0), ["Plan.max_compiles"]),
@@ -63,6 +76,15 @@ def test_a_plan_is_frozen_hashable_and_equal_by_value() -> None:
     assert len({plan, Plan(zero=3, mesh=Mesh(data=2)), Plan(zero=2, mesh=Mesh(data=2))}) == 2
     with pytest.raises(AttributeError):
         plan.accumulate = 2  # type: ignore[misc]
+
+
+def test_rules_become_hashable_pairs_with_dims_as_shards() -> None:
+    plan = Plan(
+        mesh=TWO, rules={"*.q": "column", "*.w": 1, "*.v": Shard(0, 3), "b": REPLICATE}, tensor={"sequence": True}
+    )
+    assert plan.rules == (("*.q", "column"), ("*.w", Shard(1)), ("*.v", Shard(0, 3)), ("b", REPLICATE))
+    assert plan.tensor == Tensor(sequence=True)
+    assert hash(plan) == hash(Plan(mesh=TWO, rules=plan.rules, tensor=plan.tensor))
 
 
 def test_ranks_are_laid_out_with_the_pipeline_outermost_and_the_tensor_axis_innermost() -> None:
