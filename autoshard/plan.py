@@ -154,6 +154,7 @@ class Zero:
             )
 
 
+@_known_fields_only
 @dataclass(frozen=True, kw_only=True)
 class Tensor:
     """How the tensor axis is used.

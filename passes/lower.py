@@ -16,16 +16,17 @@ import torch
 from torch import Tensor, fx
 
 from autoshard import collectives, placement
+from autoshard.compat import pytree
 from autoshard.errors import VerifyError
 from autoshard.fragments import Writer
 from autoshard.manager import PassContext
 from autoshard.ops import whole
 from autoshard.passes.place import op_outputs, redistribute
-from autoshard.placement import REPLICATE, Placement, Shard
+from autoshard.placement import REPLICATE, Placement, Shard, shard_length
 from autoshard.program import Graph, Kind, Placements, Port, Program, Signature, tag
 from autoshard.randomness import uniform_op
 from autoshard.retrace import clean, default_tag
-from autoshard.rules import rule_of
+from autoshard.rules import indexed_dim, rule_of
 from autoshard.rules.options import op_of, tensor_inputs
 
 
@@ -97,6 +98,8 @@ class _Lowering:
         elif n.target in _VIEWS:
             # A collective may have left other strides than the global program had.
             result = self.writer.reshape(args[0], self._localize(n, list(args))[1], tag(n), n.name)
+        elif (split := self._split_places(n)) is not None:
+            result = self._shifted(n, tuple(self._localize(n, list(args))), kwargs, *split)
         else:
             assert callable(n.target)
             result = self.writer.call(n.target, tuple(self._localize(n, list(args))), kwargs, tag(n), n.name)
@@ -136,6 +139,37 @@ class _Lowering:
             [p.outer for _, p in sharded],
             [self.context.axes[i].ranks for i, _ in sharded],
         )
+
+    def _split_places(self, n: fx.Node) -> tuple[int, int] | None:
+        """The axis that splits the dim whose places another operand counts, and the dim's global size."""
+        rule = rule_of(n.target)
+        if rule is None or rule.shifted is None:
+            return None
+        op = op_of(n)
+        found = indexed_dim(rule, op)
+        if found is None:
+            return None
+        output, index, dim = found
+        placements = tag(n).placements[index] if output else tag(tensor_inputs(n)[index]).placements[0]
+        axes = [i for i, p in enumerate(placements) if isinstance(p, Shard) and p.dim == dim]
+        operand = (op.outputs if output else op.inputs)[index]
+        return (axes[0], operand.shape[dim]) if axes and operand is not None else None
+
+    def _shifted(self, n: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], axis: int, size: int) -> fx.Node:
+        shifted = rule_of(n.target).shifted  # type: ignore[union-attr]
+        assert shifted is not None
+        length = shard_length(size, self.context.axes[axis].ranks)
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+
+        def run(*tensors: Tensor) -> Any:
+            *own, coordinate = tensors
+            values = iter(own)
+            args, kwargs = pytree.tree_unflatten([next(values) if isinstance(x, fx.Node) else x for x in leaves], tree)
+            return shifted(n.target, args, kwargs, coordinate * length, length, size)
+
+        key = (n.target, repr(tree), *("*" if isinstance(x, fx.Node) else repr(x) for x in leaves), length, size)
+        nodes = [x for x in leaves if isinstance(x, fx.Node)]
+        return self.writer.write(run, [*nodes, self.coordinates[axis]], tag(n), key)
 
     def _localize(self, n: fx.Node, args: list[Any]) -> list[Any]:
         rule = rule_of(n.target)

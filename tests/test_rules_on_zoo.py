@@ -6,6 +6,7 @@ with the whole: a sharded output must be the shard, a partial one must sum to th
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -73,8 +74,9 @@ class _Checker(fx.Interpreter):
 
     def _try(self, op: Op, rule: Rule) -> None:
         for index, tensor in enumerate(op.inputs):
-            for dim in range(tensor.dim()):
-                row = spread(rule, op, index, Shard(dim), False, RANKS)
+            outers = (1, 2, 3) if rule.spread is not None or rule.localize is not None else (1,)
+            for dim, outer in itertools.product(range(tensor.dim()), outers):
+                row = spread(rule, op, index, Shard(dim, outer), False, RANKS)
                 if row is None:
                     continue
                 self.tried += 1

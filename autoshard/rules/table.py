@@ -315,34 +315,43 @@ def _convolution_gradient_groups(op: Op, args: list[Any], inputs: tuple[Shape, .
 
 
 def _attention(op: Op) -> Labels | None:
-    """(batch, heads, length, width): batch and heads split; an attn bias or mask where it has those dims."""
+    """(batch, heads, length, width): batch and heads split; an attn bias or mask where it has those dims.
+
+    Heads of queries that share a head of keys stay with it; one head of keys that all share is whole everywhere.
+    """
     q, k = op.inputs[:2]
-    head = "h" if q.shape[1] == k.shape[1] else "."
-    rest = [_mask_dims(t, q, head) for t in op.inputs[3:]]
-    outputs = [("b" + head + "..", "")]
+    keys, units = _heads(q, k)
+    rest = [_mask_dims(t, q) for t in op.inputs[3:]]
+    outputs = [("bh..", "")]
     for y in op.outputs[1:]:
-        batched = y is not None and y.dim() >= 2 and y.shape[0] == q.shape[0] and y.shape[1] == q.shape[1]
-        outputs.append(("b" + head + "." * (y.dim() - 2) if batched and y is not None else _dots(y), ""))
-    return Labels((*["b" + head + ".."] * 3, *rest), tuple(outputs))
+        batched = y is not None and y.dim() >= 2 and y.shape[:2] == q.shape[:2]
+        outputs.append(("bh" + "." * (y.dim() - 2) if batched and y is not None else _dots(y), ""))
+    return Labels(("bh..", keys, keys, *rest), tuple(outputs), units=units)
 
 
 def _attention_gradient(op: Op) -> Labels | None:
     q, k = op.inputs[1], op.inputs[2]
-    head = "h" if q.shape[1] == k.shape[1] else "."
-    inputs = [_mask_dims(t, q, head) for t in op.inputs]
+    keys, units = _heads(q, k)
+    inputs = [keys if i in (2, 3) else _mask_dims(t, q) for i, t in enumerate(op.inputs)]
     outputs = []
-    for t in op.outputs:
-        dims = _mask_dims(t, q, head) if t is not None else ""
-        # A bias that is shared by the batch or the heads gets the sum of their gradients.
+    for i, t in enumerate(op.outputs):
+        dims = "" if t is None else keys if i in (1, 2) else _mask_dims(t, q)
+        # What is shared by the batch or the heads, as a bias may be, gets the sum of their gradients.
         outputs.append((dims, "".join(x for x in ("b", "h") if dims and x not in dims)))
-    return Labels(tuple(inputs), tuple(outputs))
+    return Labels(tuple(inputs), tuple(outputs), units=units)
 
 
-def _mask_dims(t: torch.Tensor, q: torch.Tensor, head: str) -> str:
+def _heads(q: torch.Tensor, k: torch.Tensor) -> tuple[str, dict[str, int]]:
+    """Labels of keys and values, and the parts that heads may be split in."""
+    shared = k.shape[1] == 1 < q.shape[1]
+    return "b" + ("." if shared else "h") + "..", {"h": q.shape[1] if shared else k.shape[1]}
+
+
+def _mask_dims(t: torch.Tensor, q: torch.Tensor) -> str:
     if t.dim() < 3:
         return "." * t.dim()
     b = "b" if t.shape[0] == q.shape[0] and q.shape[0] > 1 else "."
-    h = head if t.shape[1] == q.shape[1] and q.shape[1] > 1 else "."
+    h = "h" if t.shape[1] == q.shape[1] and q.shape[1] > 1 else "."
     return b + h + "." * (t.dim() - 2)
 
 
