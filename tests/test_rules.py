@@ -379,10 +379,10 @@ def _norms() -> None:
     x, weight = floats(6, 12, 5), floats(12)
     _, mean, rstd = aten.native_group_norm.default(x, weight, weight, 6, 12, 5, 6, 1e-5)
     add(aten.native_group_norm.default, x, weight, None, 6, 12, 5, 6, 1e-5)
-    for wanted in itertools.product((True, False), repeat=3):
-        if any(wanted):
+    for each in itertools.product((True, False), repeat=3):
+        if any(each):
             add(aten.native_group_norm_backward.default, floats(*x.shape), x, mean, rstd, weight, 6, 12, 5, 6,
-                list(wanted))  # fmt: skip
+                list(each))  # fmt: skip
     v, g = floats(6, 4), positive(6, 1)
     w, norms = aten._weight_norm_interface.default(v, g, 0)
     add(aten._weight_norm_interface_backward.default, floats(6, 4), v, g, norms, 0)
