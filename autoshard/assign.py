@@ -17,9 +17,9 @@ from torch.utils.flop_counter import flop_registry
 from autoshard import collectives
 from autoshard.manager import PassContext
 from autoshard.ops import whole
-from autoshard.placement import REPLICATE, Placement, Replicate, Shard, fits
+from autoshard.placement import REPLICATE, Placement, Replicate, Shard, fits, shard_length
 from autoshard.program import TAG, Graph, Kind, Port, tag
-from autoshard.rules import Row, divides, rule_of
+from autoshard.rules import Row, divides, rule_of, splits
 from autoshard.rules.options import Options, source_of, tensor_inputs
 from autoshard.solve import Problem, Use, Value
 
@@ -112,7 +112,7 @@ class _Assignment:
         if wish is not None and self.is_tensor:
             return (wish,)
         n = self.ranks[-1]
-        shards = [Shard(d) for d, size in enumerate(port.shape) if size % n == 0 and size > 0]
+        shards = [Shard(d) for d, size in enumerate(port.shape) if splits(size, Shard(d), n)]
         return (REPLICATE, *(s for s in shards if fits(port.shape, [*self.others(node), s], self.ranks)))
 
     def _slices(self, node: fx.Node, port: Port) -> tuple[Shard, ...]:
@@ -243,11 +243,18 @@ class _Solved:
         value = node.meta["val"]
         made = sum(map(nbytes, value)) if isinstance(value, (tuple, list)) else nbytes(value)
         touched = made + sum(nbytes(n.meta["val"]) for n in tensor_inputs(node))
+        work = (_WORK * flops(node) + self.touched * touched) * share * times
+        return [work * (self._part(node, row) - 1 / self.a.ranks[-1]) for row in self.rows[node]]
+
+    def _part(self, node: fx.Node, row: Row) -> float:
+        """How much of a node's work the busiest rank does: 1 / ranks, more with padding, all where nothing is split."""
+        value = node.meta["val"]
+        outputs = value if isinstance(value, (tuple, list)) else (value,)
+        tensors = [*(n.meta["val"] for n in tensor_inputs(node)), *outputs]
+        placed = zip(tensors, (*row.inputs, *row.outputs), strict=True)
+        sizes = [t.shape[p.dim] for t, p in placed if t is not None and isinstance(p, Shard)]
         n = self.a.ranks[-1]
-        repeated = (_WORK * flops(node) + self.touched * touched) * share * (n - 1) / n * times
-        return [
-            0.0 if any(isinstance(p, Shard) for p in (*r.inputs, *r.outputs)) else repeated for r in self.rows[node]
-        ]
+        return max((shard_length(size, n) / size if size % n else 1 / n for size in sizes), default=1.0)
 
     def _values(self) -> None:
         """Every value with its uses, equal ones once."""

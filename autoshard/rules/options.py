@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from autoshard.placement import PARTIAL, REPLICATE, Placement, Shard
 from autoshard.randomness import uniform_op
-from autoshard.rules import Op, Row, divides, make_op, replicated, rule_of, spread
+from autoshard.rules import Op, Row, divides, make_op, replicated, rule_of, splits, spread
 
 Fits = Callable[[fx.Node, Row], bool]
 Source = tuple[fx.Node, int]  # a node and which of its outputs
@@ -102,7 +102,7 @@ class _Call:
             return None
         if op.target is uniform_op:
             whole = (REPLICATE,) * len(op.inputs)
-            return Row(whole, (shard,)) if divides(out.shape[shard.dim], shard, self.ranks) else None
+            return Row(whole, (shard,)) if splits(out.shape[shard.dim], shard, self.ranks) else None
         return spread(self.rule, op, 0, shard, True, self.ranks) if self.rule is not None else None
 
 
