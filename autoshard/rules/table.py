@@ -698,6 +698,7 @@ TABLE: dict[Any, Rule] = {
     aten.new_empty.default: Rule(_created, sizes={1: 0}),
     aten.full_like.default: Rule(_created),
     aten.zeros_like.default: Rule(_created),
+    aten.zero.default: Rule(_created),
     aten.ones_like.default: Rule(_created),
     aten.empty_like.default: Rule(_created),
     # linear arithmetic, through which partial sums flow
