@@ -433,8 +433,8 @@ class Engine:
             first, expected = sizes.setdefault(self.runtime.mesh.coordinates(rank)["data"], (rank, size))
             if size != expected:
                 raise DivergenceError(
-                    f"evaluate: rank {first} has {expected} samples and rank {rank} has {size}, though they differ on the"
-                    " tensor axis only; give both the same rows (autoshard.data.data_rank says which)"
+                    f"evaluate: rank {first} has {expected} samples and rank {rank} has {size}, though they have the "
+                    "same data coordinate; give both the same rows (autoshard.data.data_rank says which)"
                 )
         return [sizes[data][1] for data in range(self.runtime.data_ranks)]
 

@@ -602,7 +602,9 @@ def _run_on_two_axes(factory: Any, steps: int) -> Any:
         )
     slots = {
         name: {
-            t.name: place(name, torch.zeros(t.shape, dtype=t.dtype)) if t.like_parameter else torch.zeros(t.shape)
+            t.name: place(name, torch.zeros(t.shape, dtype=t.dtype))
+            if t.like_parameter
+            else torch.zeros(t.shape, dtype=t.dtype)
             for t in binding.slot_templates(name, shape, torch.float64)
         }
         for name, shape in ON_TWO_AXES.items()
