@@ -231,9 +231,9 @@ class Step:
         """The compiled program for a batch's shapes; made when they are new, within plan.max_compiles."""
         spec = batches.describe(batch)
         if spec in self._training:
-            self.runtime.agree(f"{call}\nbatch {spec}")
+            self.runtime.agree(f"{call}\n{spec.compared}", batches.RAGGED)
             return self._training[spec]
-        self.runtime.agree(f"{call}\nbatch {spec}\n{self._identity()}")
+        self.runtime.agree(f"{call}\n{spec.compared}\n{self._identity()}", batches.RAGGED)
         batches.check_divides(spec, self.plan.accumulate)
         self._check_budget(spec, len(self._training), next(reversed(self._training), None))
         captured = capture_training(
@@ -256,7 +256,7 @@ class Step:
 
     def forward_program(self, args: Any, kwargs: Any) -> Evaluation:
         spec = batches.describe((args, kwargs))
-        self.runtime.agree(f"forward {spec}")
+        self.runtime.agree(f"forward\n{spec.compared}", batches.RAGGED)
         return self._other("forward", spec, True, (args, kwargs), kwargs)
 
     def _other(self, kind: str, spec: BatchSpec, compiled: bool, batch: Any, kwargs: Any) -> Evaluation:
@@ -310,7 +310,7 @@ def _check_arguments(
     if isinstance(optimizer, torch.optim.Optimizer):
         name = type(optimizer).__name__
         raise OptimizerError(
-            f"optimizer is a {name} that exists already; valid: a factory, "
+            f"optimizer is of type {name} and exists already; valid: a factory, "
             f"functools.partial(torch.optim.{name}, lr=...)"
         )
     for what, value in (("loss", loss), ("optimizer", optimizer), ("schedule", schedule)):

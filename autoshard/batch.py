@@ -23,6 +23,14 @@ class Replicated:
 pytree.register_pytree_node(Replicated, lambda r: ([r.tensor], None), lambda children, _: Replicated(*children))
 
 
+_SIZE = "a batch of leading size "
+RAGGED = {
+    _SIZE: "Every rank must pass the same number of samples: drop the tail, or pad it and keep the padding out of "
+    "the loss by a mask. autoshard.data.Loader does either: tail=Tail.DROP; or tail=Tail.PAD, which adds "
+    "batch['valid'], for a loss that returns autoshard.Mean((each * batch['valid']).sum(), batch['valid'].sum())"
+}
+
+
 @dataclass(frozen=True)
 class Leaf:
     """One leaf of a batch.
@@ -53,6 +61,12 @@ class BatchSpec:
     def rows(self) -> int | None:
         """The leading size shared by the sharded leaves, in samples; None if there is none."""
         return next((leaf.shape[0] for leaf in self.leaves if leaf.sharded and leaf.shape is not None), None)
+
+    @property
+    def compared(self) -> str:
+        """What ranks must agree on, the leading size in a line of its own: it has `RAGGED` for advice."""
+        size = "" if self.rows is None else f"{_SIZE}{self.rows}\n"
+        return f"{size}batch {self}"
 
     def __str__(self) -> str:
         return ", ".join(

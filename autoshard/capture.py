@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import linecache
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -21,9 +23,10 @@ from autoshard import batch as batches
 from autoshard import compat, ops
 from autoshard.batch import BatchSpec
 from autoshard.compat import pytree
-from autoshard.errors import CaptureError
+from autoshard.errors import AutoshardError, CaptureError
 from autoshard.known import KnownValues
 from autoshard.loss import Objective, as_objective
+from autoshard.names import hint
 from autoshard.program import TAG, Graph, Kind, Phase, Port, Signature, Tag, tag
 from autoshard.retrace import clean, default_tag, is_mutable, retrace, stamp, tag_the_rest
 from autoshard.rules import strided
@@ -189,6 +192,7 @@ class _Trace:
         self.extras: tuple[Term, ...] = ()
         self.result: Any = None
         self.weighted: tuple[str, ...] = ()
+        self.batch: Any = None  # as the loss gets it
 
     def run(self, weights: int) -> fx.GraphModule:
         request = self.request
@@ -203,7 +207,12 @@ class _Trace:
             ]
             args += [self._input(Kind.WEIGHT, str(i), (), torch.float64) for i in range(weights)]
             args.append(self._input(Kind.RNG, "rng", (2,), torch.int64))
-            return compat.make_fx(lambda *flat: self._body(list(parameters), list(buffers), flat), args, _MUTATING)
+
+            def body(*flat: Tensor) -> list[Tensor]:
+                with _explained(self):
+                    return self._body(list(parameters), list(buffers), flat)
+
+            return compat.make_fx(body, args, _MUTATING)
 
     def _input(self, kind: Kind, name: str, shape: Sequence[int], dtype: torch.dtype, sharded: bool = False) -> Tensor:
         self.inputs.append(Port(kind, name, tuple(shape), dtype, sharded=sharded))
@@ -223,7 +232,7 @@ class _Trace:
         params = {n: next(rest).detach().requires_grad_(n in trainable) for n in parameters}
         bufs = {n: next(rest) for n in buffers}
         leaves, _, tree = batches.flatten(request.batch)
-        batch = pytree.tree_unflatten([next(rest) if isinstance(x, Tensor) else x for x in leaves], tree)
+        batch = self.batch = pytree.tree_unflatten([next(rest) if isinstance(x, Tensor) else x for x in leaves], tree)
         weights = list(rest)[:-1]
 
         with contextlib.ExitStack() as stack:
@@ -303,12 +312,12 @@ class _Trace:
 
 def _trace(request: _Request) -> Captured:
     with _kept_state(request.modules) as changed_attributes:
-        trace, module = _guarded(request, weights=0)
+        trace, module = _traced(request, weights=0)
         if trace.weighted:
-            trace, module = _guarded(request, weights=len(trace.weighted))
+            trace, module = _traced(request, weights=len(trace.weighted))
         changed = changed_attributes()
         if changed:
-            _, again = _guarded(request, weights=len(trace.weighted))
+            _, again = _traced(request, weights=len(trace.weighted))
             if _outline(again) != _outline(module):
                 raise CaptureError(
                     f"forward changes Python state that changes what it computes: {', '.join(changed)}. A traced "
@@ -345,29 +354,72 @@ def _origin(node: fx.Node) -> fx.Node:
     return node
 
 
-def _guarded(request: _Request, weights: int) -> tuple[_Trace, fx.GraphModule]:
+def _traced(request: _Request, weights: int) -> tuple[_Trace, fx.GraphModule]:
     trace = _Trace(request)
+    return trace, trace.run(weights)
+
+
+@contextlib.contextmanager
+def _explained(trace: _Trace) -> Iterator[None]:
+    """An error in the user's code says where in it, and that it was being traced.
+
+    Raises:
+        CaptureError: the code cannot be traced, or asked the batch for a key that it lacks.
+    """
     try:
-        return trace, trace.run(weights)
+        yield
     except strided.LayoutError as error:
-        raise CaptureError(f"{_user_line(error)}: {error}") from error
+        raise CaptureError(f"{_place(_user_frame(error))}: {error}") from error
+    except AutoshardError:
+        raise
     except compat.DATA_DEPENDENT_ERRORS as error:
         raise CaptureError(
-            f"{_user_line(error)}: the model's Python control flow or an output's shape depends on the values of a "
-            "tensor, so it cannot be traced to one program. Use torch.where or masking instead of `if` on a tensor, "
-            "and ops of fixed output shape instead of nonzero or boolean indexing"
+            f"{_place(_user_frame(error))}: the model's Python control flow or an output's shape depends on the values "
+            "of a tensor, so it cannot be traced to one program. Use torch.where or masking instead of `if` on a "
+            "tensor, and ops of fixed output shape instead of nonzero or boolean indexing"
         ) from error
+    except Exception as error:
+        found = _user_frame(error)
+        if found is None:
+            raise
+        if isinstance(error, KeyError) and _may_come_from(trace.batch, found[0], error):
+            keys = [str(key) for key in trace.batch]
+            raise CaptureError(
+                f"{_place(found)}: the batch has no key {error}; {hint(str(error.args[0]), keys)}"
+                f"valid: {', '.join(keys) or 'none'}"
+            ) from error
+        error.add_note(
+            f"autoshard was tracing {_place(found)}, on tensors that have shapes, dtypes and devices but no values"
+        )
+        raise
 
 
-def _user_line(error: BaseException) -> str:
-    """The innermost source line that is neither torch's nor ours."""
-    inside = (torch.__path__[0], __file__.rsplit("/", 1)[0] + "/")
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(inside)]
-    if not frames:
+def _user_frame(error: BaseException) -> tuple[FrameType, int] | None:
+    """The innermost frame that is neither torch's nor ours nor Python's own, and the line it is at."""
+    inside = (torch.__path__[0] + "/", __file__.rsplit("/", 1)[0] + "/")
+    # What is installed lies under the standard library's folder too, and may be the model.
+    python, installed = sysconfig.get_path("stdlib"), ("site-packages", "dist-packages")
+    found = None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file = frame.f_code.co_filename
+        own = file.startswith(python) and not any(folder in file for folder in installed)
+        if not own and not file.startswith(inside):
+            found = frame, line
+    return found
+
+
+def _place(found: tuple[FrameType, int] | None) -> str:
+    if found is None:
         return "in the model"
-    frame = frames[-1]
-    source = (frame.line or linecache.getline(frame.filename, frame.lineno or 0)).strip()
-    return f"{frame.filename}:{frame.lineno}, in {frame.name}: `{source}`"
+    frame, line = found
+    file, name = frame.f_code.co_filename, frame.f_code.co_name
+    return f"{file}:{line}, in {name}: `{linecache.getline(file, line, frame.f_globals).strip()}`"
+
+
+def _may_come_from(batch: Any, frame: FrameType, error: KeyError) -> bool:
+    """Whether `frame`, which raised `error`, has the batch, and the batch lacks the key."""
+    has_it = any(value is batch for value in frame.f_locals.values())
+    return has_it and isinstance(batch, Mapping) and error.args[:1] != () and error.args[0] not in batch
 
 
 def _owned(name: str, prefix: str, frozen: Mapping[str, nn.Module]) -> bool:

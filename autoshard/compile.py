@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -18,6 +21,9 @@ from autoshard.runtime import Runtime, one_rank_per_machine_first
 
 Compiled = Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]
 
+_BEAT = 15.0  # seconds
+_purpose: ContextVar[str] = ContextVar("_purpose", default="")
+
 
 def compile_graph(name: str, graph: Graph, backend: str, runtime: Runtime) -> tuple[Compiled, float]:
     """The callable for a graph and the seconds it took. It takes a list of local tensors and may empty it.
@@ -27,8 +33,8 @@ def compile_graph(name: str, graph: Graph, backend: str, runtime: Runtime) -> tu
     started = time.perf_counter()
     if backend == "debug":
         return _interpreted(graph.module), time.perf_counter() - started
-    tell(runtime, f"compiling {name} ({len(graph.module.graph.nodes)} nodes) with Inductor ...")
-    with one_rank_per_machine_first(runtime):
+    tell(runtime, f"compiling {name} ({len(graph.module.graph.nodes)} nodes) with Inductor{_purpose.get()} ...")
+    with _heartbeat(runtime, f"still compiling {name}"), one_rank_per_machine_first(runtime):
         if has_regions(graph):
             module, kernels = outlined(graph, _compile_region)
             run, made = _interpreted(module), f", {kernels} kernel{'s' if kernels > 1 else ''}"
@@ -39,6 +45,37 @@ def compile_graph(name: str, graph: Graph, backend: str, runtime: Runtime) -> tu
     seconds = time.perf_counter() - started
     tell(runtime, f"compiled {name} in {seconds:.1f} s{made}")
     return run, seconds
+
+
+@contextmanager
+def compiled_for(what: str) -> Iterator[None]:
+    """What is compiled within is announced as being for `what`."""
+    token = _purpose.set(f", for {what}")
+    try:
+        yield
+    finally:
+        _purpose.reset(token)
+
+
+@contextmanager
+def _heartbeat(runtime: Runtime, message: str) -> Iterator[None]:
+    """`message` and the seconds so far, time and again until the end of what runs within; on rank 0 only."""
+    if runtime.rank != 0:
+        yield
+        return
+    started, ended = time.perf_counter(), threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(_BEAT):
+            tell(runtime, f"{message}, {time.perf_counter() - started:.0f} s")
+
+    thread = threading.Thread(target=beat, name="autoshard-compiling", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def decompose(graph: Graph) -> Graph:

@@ -412,8 +412,8 @@ def _advise(global_batch: int, accumulate: int, ranks: int) -> str:
 def _with_mask(batch: Any, valid: Sequence[bool]) -> dict[str, Any]:
     if not isinstance(batch, Mapping):
         raise BatchError(
-            f"Tail.PAD adds the key '{VALID}' to the batch, which is a {type(batch).__name__}; valid: samples that are "
-            "mappings, or a collate function that returns one, or tail=Tail.DROP"
+            f"Tail.PAD adds the key '{VALID}' to the batch, which is of type {type(batch).__name__}; valid: samples "
+            "that are mappings, or a collate function that returns one, or tail=Tail.DROP"
         )
     if VALID in batch:
         raise BatchError(f"the batch already has the key '{VALID}' that Tail.PAD adds; rename the dataset's key")

@@ -12,6 +12,7 @@ from autoshard.manager import PassContext
 from autoshard.placement import Shard
 from autoshard.program import TAG, Graph, Kind, Program, render, tag
 from autoshard.rules import candidates, rule_of, spread
+from autoshard.rules.options import op_of, tensor_inputs
 
 _GLOBAL_PASSES = ("place", "zero")
 
@@ -59,7 +60,7 @@ def _check_signature(name: str, graph: Graph, after: str) -> None:
 
 def _check_placements(name: str, graph: Graph, context: PassContext, after: str) -> None:
     """Every op's placements are a row of its rule: so no partial sum reaches an op that is not linear in it."""
-    from autoshard.passes.place import op_of, redistribute, tensor_inputs
+    from autoshard.passes.place import redistribute
     from autoshard.randomness import uniform_op
 
     for node in graph.module.graph.nodes:

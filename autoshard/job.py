@@ -25,6 +25,7 @@ from torch.utils.data import Subset
 
 import autoshard
 from autoshard import runtime
+from autoshard.compile import compiled_for
 from autoshard.conf import schema
 from autoshard.data import Loader, Samples, evaluation_loader
 from autoshard.datasets import ByteText, Splits
@@ -199,14 +200,15 @@ class Job:
         config = self.config
         if not isinstance(self.splits.train, ByteText) or config.sample_bytes == 0:
             return None
-        text = generate(
-            lambda window: self.step.forward(state, window.to(self.place.device)),
-            config.sample_prompt.encode(),
-            length=config.sample_bytes,
-            context=self.splits.train.sequence,
-            temperature=config.temperature,
-            seed=config.plan.seed,
-        )
+        with compiled_for("the sample text"):
+            text = generate(
+                lambda window: self.step.forward(state, window.to(self.place.device)),
+                config.sample_prompt.encode(),
+                length=config.sample_bytes,
+                context=self.splits.train.sequence,
+                temperature=config.temperature,
+                seed=config.plan.seed,
+            )
         return text.decode("utf-8", errors="replace")
 
     def report(self, state: State, checkpoint: Path) -> None:

@@ -92,7 +92,7 @@ def _as_mean(what: str, value: Any) -> Mean:
     mean = value if isinstance(value, Mean) else Mean(value, 1)
     if not isinstance(mean.total, Tensor):
         raise CaptureError(
-            f"{what} is a {type(mean.total).__name__}; valid: a 0-dim tensor, autoshard.Mean(total, count), "
+            f"{what} is of type {type(mean.total).__name__}; valid: a 0-dim tensor, autoshard.Mean(total, count), "
             "a model output with .loss, or a tuple whose first item is the loss (pass loss= to compute one)"
         )
     for part, tensor in (("", mean.total), (" count", mean.count)):

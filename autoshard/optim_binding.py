@@ -337,7 +337,7 @@ def _template_of_value(title: str, key: str, value: Any, shape: tuple[int, ...])
         return SlotTemplate(key, (), numbers[type(value)], number=type(value))
     if not isinstance(value, Tensor) or value.layout is not torch.strided:
         raise OptimizerError(
-            f"{title} keeps a {type(value).__name__} as state {key!r}; valid: dense tensors and numbers"
+            f"{title} keeps state {key!r} of type {type(value).__name__}; valid: dense tensors and numbers"
         )
     alike = tuple(value.shape) == shape and shape != ()
     return SlotTemplate(key, tuple(value.shape), value.dtype, like_parameter=alike)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -89,49 +90,44 @@ def shard_bounds(size: int, ranks: int, coordinate: int) -> tuple[int, int]:
     return min(coordinate * length, size), min((coordinate + 1) * length, size)
 
 
-def _on_dim(placements: Sequence[Placement], ranks: Sequence[int], dim: int) -> list[tuple[int, int]]:
-    """(outer, ranks) of every axis that splits `dim`, slowest factor first."""
-    return sorted((p.outer, n) for p, n in zip(placements, ranks, strict=True) if isinstance(p, Shard) and p.dim == dim)
-
-
-def fits(shape: Sequence[int], placements: Sequence[Placement], ranks: Sequence[int]) -> bool:
-    """Whether the axes that split one dim split factors of it that do not overlap and divide it."""
-    for dim, size in enumerate(shape):
-        taken = 1
-        split = _on_dim(placements, ranks, dim)
-        for outer, n in split:
-            if outer % taken or (len(split) > 1 and size % (outer * n)):
-                return False
-            taken = outer * n
-    return True
-
-
 def local_outer(placements: Sequence[Placement], ranks: Sequence[int], axis: int) -> int:
-    """The `outer` of the shard on `axis` as seen in a tensor that the other axes have split already."""
+    """The `outer` of `axis` within what is left of its dim where the other axes have split it."""
     own = placements[axis]
     assert isinstance(own, Shard)
-    outer = own.outer
-    for i, (other, n) in enumerate(zip(placements, ranks, strict=True)):
-        if i != axis and isinstance(other, Shard) and other.dim == own.dim and other.outer < own.outer:
-            outer //= n
-    return outer
-
-
-def local_shape(shape: Sequence[int], placements: Sequence[Placement], ranks: Sequence[int]) -> tuple[int, ...]:
-    """What one rank holds of a tensor of global `shape`, padding counted."""
-    found = list(shape)
-    for placement, n in zip(placements, ranks, strict=True):
-        if isinstance(placement, Shard):
-            size = found[placement.dim]
-            whole = size % n == 0
-            found[placement.dim] = size // n if whole else placement.outer * shard_length(size // placement.outer, n)
-    return tuple(found)
+    coarser = [
+        n
+        for i, (p, n) in enumerate(zip(placements, ranks, strict=True))
+        if i != axis and isinstance(p, Shard) and p.dim == own.dim and p.outer < own.outer
+    ]
+    return own.outer // math.prod(coarser)
 
 
 def splits_of(placements: Sequence[Placement], ranks: Sequence[int], dim: int) -> list[int]:
     """The axes that split `dim`, the coarsest first."""
     found = [i for i, p in enumerate(placements) if isinstance(p, Shard) and p.dim == dim and ranks[i] > 1]
     return sorted(found, key=lambda i: placements[i].outer)  # type: ignore[union-attr]
+
+
+def fits(shape: Sequence[int], placements: Sequence[Placement], ranks: Sequence[int]) -> bool:
+    """Whether the axes that split one dim split factors of it that do not overlap and divide it."""
+    for dim, size in enumerate(shape):
+        taken = 1
+        axes = splits_of(placements, ranks, dim)
+        for i in axes:
+            outer = placements[i].outer  # type: ignore[union-attr]
+            if outer % taken or (len(axes) > 1 and size % (outer * ranks[i])):
+                return False
+            taken = outer * ranks[i]
+    return True
+
+
+def local_shape(shape: Sequence[int], placements: Sequence[Placement], ranks: Sequence[int]) -> tuple[int, ...]:
+    """What one rank holds of a tensor of global `shape`, padding counted."""
+    found = list(shape)
+    for dim, size in enumerate(shape):
+        axes = splits_of(placements, ranks, dim)
+        found[dim] = shard_length(size, math.prod(ranks[i] for i in axes))
+    return tuple(found)
 
 
 def owned(

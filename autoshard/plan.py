@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,11 +12,13 @@ from typing import Any, TypeVar
 import torch
 
 from autoshard.errors import PlanError
+from autoshard.names import hint
 from autoshard.placement import Replicate, Shard
 
 _AXES = ("pipeline", "data", "tensor")  # outermost first: neighbours in rank talk most
 
 _K = TypeVar("_K", "Mesh", "Zero", "Tensor")
+_T = TypeVar("_T")
 
 STYLES = ("column", "row", "vocab", "replicate")
 Rule = Shard | Replicate | str  # a string is one of STYLES
@@ -31,6 +33,26 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _known_fields_only(kind: type[_T]) -> type[_T]:
+    """A keyword-only dataclass that refuses other arguments by name, with the nearest field."""
+    init: Any = kind.__init__
+    known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **values: Any) -> None:
+        valid = f"valid: {', '.join(known)}"
+        if args:
+            raise PlanError(f"{kind.__name__} was given {args[0]!r} without its field's name; {valid}")
+        for name in values:
+            if name not in known:
+                raise PlanError(f"{kind.__name__} has no field {name!r}; {hint(name, known)}{valid}")
+        init(self, **values)
+
+    kind.__init__ = checked  # type: ignore[method-assign]
+    return kind
+
+
+@_known_fields_only
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
     """The sizes of the mesh axes, in ranks. Their product is the world size; one may be -1, "the rest".
@@ -107,6 +129,7 @@ class Mesh:
         return {name: found[name] for name, _ in self.axes}
 
 
+@_known_fields_only
 @dataclass(frozen=True, kw_only=True)
 class Zero:
     """What is sharded over the data axis (ZeRO, arXiv:1910.02054).
@@ -131,6 +154,7 @@ class Zero:
             )
 
 
+@_known_fields_only
 @dataclass(frozen=True, kw_only=True)
 class Tensor:
     """How the tensor axis is used.
@@ -153,6 +177,7 @@ _LATER = {
 }
 
 
+@_known_fields_only
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """How a model is trained: which program each rank runs.
@@ -298,9 +323,7 @@ def _as_rules(given: Any) -> tuple[tuple[str, Rule], ...]:
         made = Shard(rule) if _is_int(rule) else rule
         shard = isinstance(made, Shard) and _is_int(made.dim) and _is_int(made.outer) and made.outer >= 1
         if not (shard or isinstance(made, Replicate) or (isinstance(made, str) and made in STYLES)):
-            near = difflib.get_close_matches(str(rule), STYLES, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise PlanError(f"Plan.rules[{pattern!r}] is {rule!r}; {hint}valid: {valid}")
+            raise PlanError(f"Plan.rules[{pattern!r}] is {rule!r}; {hint(str(rule), STYLES)}valid: {valid}")
         found.append((pattern, made))
     twice = [pattern for i, (pattern, _) in enumerate(found) if pattern in [p for p, _ in found[:i]]]
     if twice:
@@ -317,9 +340,4 @@ def _as_knob(name: str, kind: type[_K], value: Any) -> _K:
         raise PlanError(
             f"Plan.{name} is {value!r}; valid: {number}{kind.__name__}({', '.join(fields)}) or a mapping of those"
         )
-    for key in value:
-        if key not in fields:
-            near = difflib.get_close_matches(str(key), fields, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise PlanError(f"Plan.{name} has the unknown key {key!r}; {hint}valid: {', '.join(fields)}")
-    return kind(**value)
+    return kind(**{str(key): knob for key, knob in value.items()})

@@ -54,8 +54,7 @@ def uniform_reference(
     stride = 1
     for d in reversed(range(len(shape))):
         index = torch.arange(shape[d], dtype=torch.int64, device=key.device)
-        if d in dims:
-            i = dims.index(d)
+        for i in sorted((i for i, dim in enumerate(dims) if dim == d), key=lambda i: -outers[i]):
             index = index.view(outers[i], ranks[i], -1).index_select(1, coordinates[i]).flatten()
         position = position + (index * stride).view(-1, *[1] * (len(shape) - 1 - d))
         stride *= shape[d]

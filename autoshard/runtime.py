@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -79,8 +79,11 @@ class Runtime:
             _joint_groups[key] = group
         return _joint_groups[key]
 
-    def agree(self, text: str) -> None:
+    def agree(self, text: str, advice: Mapping[str, str] | None = None) -> None:
         """Every rank calls this with the same text, or every rank gets an error that names who differs.
+
+        Args:
+            advice: what to do where the first lines that differ begin with a key.
 
         Raises:
             DivergenceError: the texts differ.
@@ -96,9 +99,12 @@ class Runtime:
         dist.all_gather_object(texts, text, group=self.control)
         odd = next(rank for rank, other in enumerate(texts) if other != texts[0])
         ours, theirs = _difference(texts[0], texts[odd])
+        same = "Every rank must make the same calls with the same plan, model and batch structure"
+        fitting = [
+            what for start, what in (advice or {}).items() if ours.startswith(start) and theirs.startswith(start)
+        ]
         raise DivergenceError(
-            f"ranks disagree: rank 0 has {ours}; rank {odd} has {theirs}. "
-            "Every rank must make the same calls with the same plan, model and batch structure"
+            f"ranks disagree: rank 0 has {ours}; rank {odd} has {theirs}. {next(iter(fitting), same)}"
         )
 
 

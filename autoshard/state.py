@@ -21,6 +21,7 @@ from autoshard import placement
 from autoshard.collectives import Axis
 from autoshard.compat import pytree
 from autoshard.errors import StateError
+from autoshard.names import hint
 from autoshard.placement import to_dtensors
 from autoshard.program import Placements
 
@@ -90,6 +91,12 @@ class StateLayout:
         )
 
 
+def unknown_entry(what: str, name: object, known: Sequence[str]) -> KeyError:
+    """The error for a name that a state does not have."""
+    listed = ", ".join(known[:8]) + (f", ... ({len(known)} in all)" if len(known) > 8 else "") if known else "none"
+    return KeyError(f"no {what} {name!r}; {hint(str(name), known)}valid: {listed}")
+
+
 class _Section(Mapping[str, Any]):
     """A part of a state as a mapping from names to DTensors, made when asked for."""
 
@@ -101,14 +108,26 @@ class _Section(Mapping[str, Any]):
         self._names = list(dict.fromkeys(key[depth] for key in keys))
 
     def __getitem__(self, name: str) -> Any:
-        if self._prefix == ("params",):
-            name = self._state.layout.aliases.get(name, name)
-        key = (*self._prefix, name)
+        key = self._key(name)
         if key in self._state.layout.layouts:
             return self._state.layout.dtensor(key, self._state.local(key))
-        if name in self._names:
+        if key[-1] in self._names:
             return _Section(self._state, key)
-        raise KeyError(name)
+        raise unknown_entry(self._what, name, self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and self._key(name)[-1] in self._names
+
+    def _key(self, name: str) -> Key:
+        first = self._state.layout.aliases.get(name, name) if self._prefix == ("params",) else name
+        return (*self._prefix, first)
+
+    @property
+    def _what(self) -> str:
+        section, *parameter = self._prefix
+        if parameter:
+            return f"optimizer slot of {parameter[0]!r}"
+        return {"params": "parameter", "buffers": "buffer", "optimizer": "optimizer state of a parameter"}[section]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -185,13 +204,9 @@ class State:
         Raises:
             KeyError: there is no such parameter or buffer.
         """
-        section = self.params if name in self.params or name in self.layout.aliases else self.buffers
-        if name not in section and name not in self.layout.aliases:
-            import difflib
-
-            known = [*self.params, *self.buffers]
-            near = difflib.get_close_matches(name, known, n=1)
-            raise KeyError(f"no parameter or buffer {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+        section = self.buffers if name in self.buffers else self.params
+        if name not in section:
+            raise unknown_entry("parameter or buffer", name, [*self.params, *self.buffers])
         whole = section[name].full_tensor()
         return whole.clone() if dist.get_world_size() == 1 else whole
 

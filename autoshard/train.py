@@ -11,6 +11,7 @@ Here is the command: composing the configuration, refusing what nothing would re
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import signal
@@ -18,7 +19,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import hydra
 import torch.distributed as dist
@@ -27,6 +28,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from autoshard import job
 from autoshard.conf import schema
@@ -118,10 +120,18 @@ def _explain(error: BaseException) -> str:
         if isinstance(link, ConfigKeyError | ConfigAttributeError) and link.parent_node is not None:
             parent = link.full_key.rpartition(".")[0] if link.full_key else ""
             prefix = f"{parent}." if parent else ""
-            return schema.unknown(str(link.key), map(str, link.parent_node), prefix)
+            return schema.unknown(str(link.key), map(str, link.parent_node), prefix, _whole(link.parent_node))
         link = link.__cause__ or link.__context__
-    cause = f": {str(error.__cause__).splitlines()[0]}" if error.__cause__ is not None else ""
-    return f"{error}{cause}"
+    if error.__cause__ is None or isinstance(error, AutoshardError):  # ours says all of it
+        return str(error)
+    return f"{error}: {str(error.__cause__).splitlines()[0]}"
+
+
+def _whole(node: Any) -> Any:
+    """The configuration that a node is in."""
+    while node._get_parent() is not None:
+        node = node._get_parent()
+    return node
 
 
 def _give_up(message: str, rank: int, *, same_everywhere: bool = True, code: int = 1) -> NoReturn:
@@ -129,8 +139,17 @@ def _give_up(message: str, rank: int, *, same_everywhere: bool = True, code: int
         time.sleep(20)  # rank 0 says it; an early exit here would make torchrun end rank 0 before it did
     else:
         print(f"error: {message}" if rank == 0 else f"error on rank {rank}: {message}", file=sys.stderr, flush=True)
+        _tell_launcher(message)
     sys.exit(code)
 
 
+def _tell_launcher(message: str) -> None:
+    """Makes torchrun, which prints what it knows of a failure last, name this as the cause."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        detail = {"py_callstack": message, "timestamp": str(int(time.time()))}
+        Path(file).write_text(json.dumps({"message": {"message": message, "extraInfo": detail}}))
+
+
 if __name__ == "__main__":
-    main()
+    record(main)()  # torchrun's last words are then a defect's traceback

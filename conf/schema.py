@@ -5,9 +5,8 @@ Separate from `autoshard.Plan` on purpose: a plan is checked and frozen, this is
 
 from __future__ import annotations
 
-import difflib
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -15,7 +14,8 @@ from hydra.core.config_store import ConfigStore
 from hydra.utils import get_object
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from autoshard.errors import AutoshardError
+from autoshard.errors import AutoshardError, PlanError
+from autoshard.names import meant, question
 from autoshard.plan import Mesh, Plan, Zero
 
 _HYDRA_KEYS = {"_target_", "_partial_", "_args_", "_convert_", "_recursive_"}
@@ -119,13 +119,16 @@ def check(config: DictConfig) -> None:
     Raises:
         ConfigError: with the nearest valid key.
     """
-    _check_known("", config, [f.name for f in fields(Config)])
-    _check_known("plan.", config.plan, [f.name for f in fields(PlanConf)])
-    _check_known("plan.tensor.", config.plan.tensor, [f.name for f in fields(TensorConf)])
-    _check_known("mesh.", config.mesh, [f.name for f in fields(MeshConf)])
+    for prefix, node, kind in (
+        ("", config, Config),
+        ("plan.", config.plan, PlanConf),
+        ("plan.tensor.", config.plan.tensor, TensorConf),
+        ("mesh.", config.mesh, MeshConf),
+    ):
+        _check_known(prefix, node, [f.name for f in fields(kind)], config)
     for name in ("model", "data", "optimizer", "schedule"):
         if config[name] is not None:
-            _check_target(name, config[name])
+            _check_target(name, config[name], config)
     for name, least in (("global_batch", 1), ("steps", 1), ("log_every", 1), ("keep", 1), ("evaluate_samples", 1)):
         if config[name] < least:
             raise ConfigError(f"{name} is {config[name]}; valid: an integer >= {least}")
@@ -137,29 +140,48 @@ def check(config: DictConfig) -> None:
 def plan_of(config: DictConfig) -> Plan:
     """
     Raises:
-        PlanError: a value is not valid.
+        ConfigError: a value is not valid, on every rank alike.
     """
     values: dict[str, Any] = dict(OmegaConf.to_container(config.plan, resolve=True))  # type: ignore[arg-type]
-    zero = Zero(stage=values.pop("zero"), persistence_threshold=values.pop("persistence_threshold"))
-    mesh = Mesh(**OmegaConf.to_container(config.mesh, resolve=True))  # type: ignore[arg-type]
-    return Plan(mesh=mesh, zero=zero, **values)
+    try:
+        zero = Zero(stage=values.pop("zero"), persistence_threshold=values.pop("persistence_threshold"))
+        mesh = Mesh(**OmegaConf.to_container(config.mesh, resolve=True))  # type: ignore[arg-type]
+        return Plan(mesh=mesh, zero=zero, **values)
+    except PlanError as error:
+        raise ConfigError(str(error)) from None
 
 
-def unknown(key: str, valid: Iterable[str], prefix: str = "") -> str:
-    """What to say about a key that does not exist."""
-    names = sorted(valid)
-    near = difflib.get_close_matches(key, names, n=1, cutoff=0.0)
-    hint = f"did you mean {prefix}{near[0]}? " if near else ""
-    return f"{prefix}{key} does not exist; {hint}valid: {', '.join(prefix + name for name in names)}"
+def unknown(key: str, valid: Iterable[str], prefix: str = "", config: Any = None) -> str:
+    """What to say about a key that does not exist, where `valid` ones do; those elsewhere in `config` may be meant."""
+    names = [prefix + name for name in sorted(set(valid) - _HYDRA_KEYS)]
+    elsewhere = [other for other in _leaves(config) if other != prefix + key]
+    return f"{prefix}{key} does not exist; {question(meant(key, names, elsewhere))}valid: {', '.join(names)}"
 
 
-def _check_known(prefix: str, node: DictConfig, valid: list[str]) -> None:
+def _leaves(config: Any) -> list[str]:
+    """The full keys of every value of ours in a whole configuration."""
+    if config is None:
+        return []
+    plain: Any = OmegaConf.to_container(config, resolve=False)
+    return [key for f in fields(Config) for key in _keys_under(f.name, plain.get(f.name))]
+
+
+def _keys_under(path: str, value: Any) -> Iterator[str]:
+    if not isinstance(value, dict):
+        yield path
+        return
+    for key, inner in value.items():
+        if key not in _HYDRA_KEYS:
+            yield from _keys_under(f"{path}.{key}", inner)
+
+
+def _check_known(prefix: str, node: DictConfig, valid: Collection[str], config: DictConfig) -> None:
     for key in node:
         if key not in valid:
-            raise ConfigError(unknown(str(key), valid, prefix))
+            raise ConfigError(unknown(str(key), valid, prefix, config))
 
 
-def _check_target(path: str, node: DictConfig) -> None:
+def _check_target(path: str, node: DictConfig, config: DictConfig) -> None:
     if "_target_" not in node:
         raise ConfigError(f"{path} has no _target_; valid: {path}._target_=package.callable, or a group {path}=NAME")
     try:
@@ -169,11 +191,10 @@ def _check_target(path: str, node: DictConfig) -> None:
             f"{path}._target_ is {node._target_!r}, which cannot be imported ({error}): correct it, or install it"
         ) from error
     accepted = _arguments(target)
-    for key in node:
-        if accepted is not None and key not in _HYDRA_KEYS and key not in accepted:
-            raise ConfigError(unknown(str(key), accepted, f"{path}."))
+    if accepted is not None:
+        _check_known(f"{path}.", node, accepted | _HYDRA_KEYS, config)
     for name, child in _targets(node):
-        _check_target(f"{path}.{name}", child)
+        _check_target(f"{path}.{name}", child, config)
 
 
 def _targets(node: DictConfig) -> Iterator[tuple[str, DictConfig]]:

@@ -8,6 +8,12 @@ After: batch norm is sums, losses are gathers and sums, means are sums over coun
     nll_loss_forward(logp, y)              ->  gather(logp, 1, y), sum, div
     bernoulli(x, 0.9)                      ->  uniform(key, call, shape) < 0.9
     detach(x); view(x, x.shape)            ->  x
+
+On a mesh with an axis that splits weights, sums that a fused op hides are written out too, so that the summed dim
+can be split and only the sums are reduced:
+
+    addmm(bias, x, w)                      ->  mm(x, w) + bias
+    _log_softmax(x, 1)                     ->  x - amax(x, 1) - log(sum(exp(x - amax(x, 1)), 1))
 """
 
 from __future__ import annotations
@@ -76,6 +82,8 @@ def _canonical(graph: Graph, context: PassContext) -> Graph:
     summed = compat.torch_decompositions(_SUMMED_BY_TORCH)
     table.update({op: functools.partial(_summed_wide, form) for op, form in summed.items()})
     table.update(_OWN)
+    if any(axis.name not in ("data", "pipeline") for axis in context.axes):
+        table.update(_SUMS_WRITTEN_OUT)
     ranks = 1 if context.data is None else context.axes[context.data].ranks
     table[aten._native_batch_norm_legit_functional.default] = functools.partial(_batch_norm, ranks)
     table[aten._native_batch_norm_legit.no_stats] = functools.partial(_batch_norm_without_statistics, ranks)
@@ -387,6 +395,61 @@ def _empty_strided(x: Tensor, size: Any, stride: Any, *, dtype: torch.dtype | No
     made = torch.full([size[d] for d in order], 0, dtype=dtype or x.dtype, device=x.device)
     return made if order == sorted(order) else made.permute([order.index(d) for d in range(len(size))])
 
+
+def _product_added(product: Any) -> Callable[..., Tensor]:
+    """addmm, addmv and baddbmm, so that what is added is added once where the product is a sum over ranks."""
+
+    def form(x: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+        found = product(a, b)
+        found = found if alpha == 1 else found * alpha
+        if beta == 0:  # torch reads nothing of `x` then, not even what is not a number
+            return found
+        return found + (x if beta == 1 else x * beta)
+
+    return form
+
+
+def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+    """The bias added after, so that it is added once where the convolution is a sum over ranks."""
+    if bias is None or rest[-1] > 1:  # the channels of a group are not split
+        return NotImplemented
+    found = aten.convolution.default(x, weight, None, *rest)
+    return found + bias.view(-1, *[1] * (x.dim() - 2))
+
+
+def _log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    given, x = x.dtype, ops.wide(x)
+    away = x - x.amax(dim, keepdim=True) if x.numel() else x
+    found = away - away.exp().sum(dim, keepdim=True).log()
+    return found if half_to_float else ops.rounded(found, given)
+
+
+def _log_softmax_gradient(gradient: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
+    gradient, output = ops.wide(gradient), ops.wide(output)
+    found = gradient - output.exp() * gradient.sum(dim, keepdim=True)
+    return ops.rounded(found, input_dtype)
+
+
+def _logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
+    dims = [dim] if isinstance(dim, int) else list(dim)
+    if not x.is_floating_point() or not x.numel():
+        return NotImplemented
+    given, x = x.dtype, ops.wide(x)
+    largest = x.amax(dims, keepdim=True)
+    largest = torch.where(largest.abs() == math.inf, 0, largest)  # inf - inf is not a number
+    total = (x - largest).exp().sum(dims, keepdim=True).log() + largest
+    return ops.rounded(total if keepdim else _squeezed(total, dims), given)
+
+
+_SUMS_WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
+    aten.addmm.default: _product_added(aten.mm.default),
+    aten.addmv.default: _product_added(aten.mv.default),
+    aten.baddbmm.default: _product_added(aten.bmm.default),
+    aten.convolution.default: _convolution,
+    aten._log_softmax.default: _log_softmax,
+    aten._log_softmax_backward_data.default: _log_softmax_gradient,
+    aten.logsumexp.default: _logsumexp,
+}
 
 _OWN: dict[Any, Callable[..., Any]] = {
     aten.new_full.default: _filled,

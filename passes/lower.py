@@ -15,17 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autoshard import collectives
+from autoshard import collectives, placement
+from autoshard.compat import pytree
 from autoshard.errors import VerifyError
 from autoshard.fragments import Writer
 from autoshard.manager import PassContext
 from autoshard.ops import whole
 from autoshard.passes.place import op_outputs, redistribute
-from autoshard.placement import Shard
+from autoshard.placement import REPLICATE, Placement, Shard, shard_length
 from autoshard.program import Graph, Kind, Placements, Port, Program, Signature, tag
 from autoshard.randomness import uniform_op
 from autoshard.retrace import clean, default_tag
-from autoshard.rules import rule_of
+from autoshard.rules import indexed_dim, rule_of
+from autoshard.rules.options import op_of, tensor_inputs
 
 
 def lower(program: Program, context: PassContext) -> Program:
@@ -41,9 +43,7 @@ def coordinate_ports(context: PassContext) -> tuple[Port, ...]:
 
 def local_shape(shape: tuple[int, ...], placements: Placements, context: PassContext) -> tuple[int, ...]:
     """What one rank holds of a tensor of global `shape`, padding counted."""
-    for placement, axis in zip(placements, context.axes, strict=True):
-        shape = collectives.local_shape(shape, placement, axis.ranks)
-    return shape
+    return placement.local_shape(shape, placements, [axis.ranks for axis in context.axes])
 
 
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
@@ -98,6 +98,8 @@ class _Lowering:
         elif n.target in _VIEWS:
             # A collective may have left other strides than the global program had.
             result = self.writer.reshape(args[0], self._localize(n, list(args))[1], tag(n), n.name)
+        elif (split := self._split_places(n)) is not None:
+            result = self._shifted(n, tuple(self._localize(n, list(args))), kwargs, *split)
         else:
             assert callable(n.target)
             result = self.writer.call(n.target, tuple(self._localize(n, list(args))), kwargs, tag(n), n.name)
@@ -107,16 +109,26 @@ class _Lowering:
     def _redistribute(self, n: fx.Node, x: fx.Node) -> fx.Node:
         arguments: tuple[Any, ...] = n.args
         source, axis, before, after = arguments
-        size = list(n.meta["val"].shape)
-        for i, (placement, other) in enumerate(zip(tag(source).placements[0], self.context.axes, strict=True)):
-            if i != axis:
-                size = list(collectives.local_shape(tuple(size), placement, other.ranks))
+        placements = tag(source).placements[0]
+        size = local_shape(tuple(n.meta["val"].shape), self._with(placements, axis, REPLICATE), self.context)
+        before, after = (self._seen_locally(self._with(placements, axis, p), axis) for p in (before, after))
 
         def change(x: Tensor, coordinate: Tensor) -> Tensor:
-            return collectives.redistribute(x, self.context.axes[axis], before, after, tuple(size), coordinate)
+            return collectives.redistribute(x, self.context.axes[axis], before, after, size, coordinate)
 
-        key = ("redistribute", axis, before, after, tuple(size))
+        key = ("redistribute", axis, before, after, size)
         return self.writer.write(change, [x, self.coordinates[axis]], tag(n), key)
+
+    @staticmethod
+    def _with(placements: Placements, axis: int, own: Placement) -> Placements:
+        return tuple(own if i == axis else p for i, p in enumerate(placements))
+
+    def _seen_locally(self, placements: Placements, axis: int) -> Placement:
+        """The placement on `axis` in a tensor that the other axes have split already."""
+        own = placements[axis]
+        if not isinstance(own, Shard):
+            return own
+        return Shard(own.dim, placement.local_outer(placements, [a.ranks for a in self.context.axes], axis))
 
     def _uniform(self, n: fx.Node, args: Any) -> tuple[Any, ...]:
         sharded = [(i, p) for i, p in enumerate(tag(n).placements[0]) if isinstance(p, Shard)]
@@ -128,6 +140,37 @@ class _Lowering:
             [self.context.axes[i].ranks for i, _ in sharded],
         )
 
+    def _split_places(self, n: fx.Node) -> tuple[int, int] | None:
+        """The axis that splits the dim whose places another operand counts, and the dim's global size."""
+        rule = rule_of(n.target)
+        if rule is None or rule.shifted is None:
+            return None
+        op = op_of(n)
+        found = indexed_dim(rule, op)
+        if found is None:
+            return None
+        output, index, dim = found
+        placements = tag(n).placements[index] if output else tag(tensor_inputs(n)[index]).placements[0]
+        axes = [i for i, p in enumerate(placements) if isinstance(p, Shard) and p.dim == dim]
+        operand = (op.outputs if output else op.inputs)[index]
+        return (axes[0], operand.shape[dim]) if axes and operand is not None else None
+
+    def _shifted(self, n: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], axis: int, size: int) -> fx.Node:
+        shifted = rule_of(n.target).shifted  # type: ignore[union-attr]
+        assert shifted is not None
+        length = shard_length(size, self.context.axes[axis].ranks)
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+
+        def run(*tensors: Tensor) -> Any:
+            *own, coordinate = tensors
+            values = iter(own)
+            args, kwargs = pytree.tree_unflatten([next(values) if isinstance(x, fx.Node) else x for x in leaves], tree)
+            return shifted(n.target, args, kwargs, coordinate * length, length, size)
+
+        key = (n.target, repr(tree), *("*" if isinstance(x, fx.Node) else repr(x) for x in leaves), length, size)
+        nodes = [x for x in leaves if isinstance(x, fx.Node)]
+        return self.writer.write(run, [*nodes, self.coordinates[axis]], tag(n), key)
+
     def _localize(self, n: fx.Node, args: list[Any]) -> list[Any]:
         rule = rule_of(n.target)
         if rule is None or not (rule.sizes or rule.localize):
@@ -135,7 +178,10 @@ class _Lowering:
         shapes = self._shapes(n)
         for argument, output in rule.sizes.items():
             args[argument] = list(shapes[output] or ())
-        return rule.localize(args, shapes) if rule.localize else args
+        if rule.localize is None:
+            return args
+        held = tuple(tuple(self.local[x].meta["val"].shape) for x in tensor_inputs(n))
+        return rule.localize(op_of(n), args, held, shapes)
 
     def _shapes(self, n: fx.Node) -> tuple[tuple[int, ...] | None, ...]:
         return tuple(

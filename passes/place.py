@@ -15,19 +15,20 @@ shapes. Batch tensors are sharded on dim 0 of the data axis, parameters, buffers
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, fx
 
 from autoshard import collectives
+from autoshard.assign import Choice, assign, nbytes
 from autoshard.manager import PassContext
 from autoshard.ops import whole
 from autoshard.placement import REPLICATE, Partial, Placement, Replicate, Shard
 from autoshard.program import TAG, Graph, Kind, Placements, Port, Program, Role, Tag, tag
 from autoshard.randomness import uniform_op
 from autoshard.retrace import clean, copied
-from autoshard.rules import Op, Row, candidates, divides, make_op, replicated, rule_of, spread
+from autoshard.rules import Op, Row, candidates, divides, replicated, rule_of, spread
+from autoshard.rules.options import op_of, tensor_inputs
 
 
 def redistribute(x: Tensor, axis: int, source: Placement, target: Placement) -> Tensor:
@@ -44,7 +45,16 @@ def place(program: Program, context: PassContext) -> Program:
 def _placed(graph: Graph, context: PassContext) -> Graph:
     graph = copied(graph)
     inputs = tuple(_seed(port, context) for port in graph.signature.inputs)
-    choices = [_choose(graph, inputs, i, axis.ranks) for i, axis in enumerate(context.axes)]
+    choices: list[Choice] = []
+    for i, axis in enumerate(context.axes):
+        if i == context.data:
+            choices.append(_Chooser(graph, inputs, i, axis.ranks).run())
+        else:
+            choices.append(assign(graph, inputs, i, choices, context))
+    inputs = tuple(
+        port.at(tuple(choice.outputs[node][0] for choice in choices))
+        for node, port in zip(graph.placeholders(), inputs, strict=True)
+    )
     outputs = _write(graph, inputs, choices, context)
     clean(graph.module)
     signature = type(graph.signature)(inputs, outputs)
@@ -57,31 +67,6 @@ def _seed(port: Port, context: PassContext) -> Port:
     return port.at(context.replicate())
 
 
-@dataclass
-class _Choice:
-    """What was decided on one axis: outputs of each node, what each use of a node needs, and by which rule."""
-
-    outputs: dict[fx.Node, tuple[Placement, ...]] = field(default_factory=dict)
-    needs: dict[fx.Node, tuple[Placement, ...]] = field(default_factory=dict)
-    rules: dict[fx.Node, str] = field(default_factory=dict)
-
-
-def _nbytes(t: Tensor | None) -> int:
-    return t.numel() * t.element_size() if isinstance(t, Tensor) else 0
-
-
-def tensor_inputs(node: fx.Node) -> list[fx.Node]:
-    """The nodes that feed tensors, in the order of the flattened arguments, repeats kept."""
-    found: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), lambda n: found.append(n) if isinstance(n.meta.get("val"), Tensor) else None)
-    return found
-
-
-def op_of(node: fx.Node) -> Op:
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
-    return make_op(node.target, args, kwargs, node.meta.get("val"))
-
-
 class _Chooser:
     """Forward over the graph: each node takes the cheapest row for the placements that reach it.
 
@@ -92,14 +77,14 @@ class _Chooser:
     def __init__(self, graph: Graph, inputs: tuple[Port, ...], axis: int, ranks: int) -> None:
         self.graph = graph
         self.ranks = ranks
-        self.choice = _Choice()
+        self.choice = Choice()
         self.free: set[fx.Node] = set()
         self.ops: dict[fx.Node, Op] = {}
         for node, port in zip(graph.placeholders(), inputs, strict=True):
             self.choice.outputs[node] = (port.placements[axis],)
             self.choice.needs[node] = ()
 
-    def run(self) -> _Choice:
+    def run(self) -> Choice:
         for node in self.graph.module.graph.nodes:
             if node.op == "call_function":
                 self._visit(node)
@@ -140,12 +125,12 @@ class _Chooser:
             cost = 0.0
             for t, feed, now, need in zip(op.inputs, feeds, placed, row.inputs, strict=True):
                 if feed not in self.free:
-                    cost += collectives.cost(now, need, _nbytes(t), self.ranks)
+                    cost += collectives.cost(now, need, nbytes(t), self.ranks)
             if not any(isinstance(p, (Shard, Partial)) for p in row.inputs) and any(
                 isinstance(p, (Shard, Partial)) for p in placed
             ):
                 # Work that every rank repeats: as dear as moving what it makes.
-                cost += sum(map(_nbytes, op.outputs)) + sum(map(_nbytes, op.inputs))
+                cost += sum(map(nbytes, op.outputs)) + sum(map(nbytes, op.inputs))
             if cost < best_cost:
                 best, best_cost = row, cost
         had_rule = rule is not None or all(isinstance(p, Replicate) for p in placed)
@@ -174,11 +159,7 @@ class _Chooser:
         self._set(node, row, "made in place")
 
 
-def _choose(graph: Graph, inputs: tuple[Port, ...], axis: int, ranks: int) -> _Choice:
-    return _Chooser(graph, inputs, axis, ranks).run()
-
-
-def _write(graph: Graph, inputs: tuple[Port, ...], choices: list[_Choice], context: PassContext) -> tuple[Port, ...]:
+def _write(graph: Graph, inputs: tuple[Port, ...], choices: list[Choice], context: PassContext) -> tuple[Port, ...]:
     """Tag every node and insert a redistribute node, shared by its consumers, wherever placements differ."""
     nodes = list(graph.module.graph.nodes)
     made: dict[tuple[fx.Node, int, Placement], fx.Node] = {}
@@ -197,11 +178,14 @@ def _write(graph: Graph, inputs: tuple[Port, ...], choices: list[_Choice], conte
                 _feed(node, choices, made)
     final = []
     output = nodes[-1]
+    at_rest = {port.name: port.placements for port in inputs if port.kind is Kind.PARAMETER}
     for value, port in zip(output.args[0], graph.signature.outputs, strict=True):
-        leaving = tuple(_leaving(port, p) for p in tag(value).placements[0])
-        for axis in range(len(choices)):
-            value = _moved(value, axis, leaving[axis], output, made)
-        final.append((value, port.at(leaving)))
+        now = tag(value).placements[0]
+        leaving = tuple(
+            at_rest[port.name][i] if port.kind is Kind.GRADIENT and i != context.data else _leaving(port, p)
+            for i, p in enumerate(now)
+        )
+        final.append((_moved(value, leaving, output, made), port.at(leaving)))
     output.args = (tuple(value for value, _ in final),)
     return tuple(port for _, port in final)
 
@@ -224,21 +208,28 @@ def _leaving(port: Port, placement: Placement) -> Placement:
     return REPLICATE
 
 
-def _feed(node: fx.Node, choices: list[_Choice], made: dict[tuple[fx.Node, int, Placement], fx.Node]) -> None:
+def _feed(node: fx.Node, choices: list[Choice], made: dict[tuple[fx.Node, int, Placement], fx.Node]) -> None:
     position = iter(range(1 << 30))
 
     def moved(source: fx.Node) -> fx.Node:
         if not isinstance(source.meta.get("val"), Tensor):
             return source
         i = next(position)
-        for axis, choice in enumerate(choices):
-            source = _moved(source, axis, choice.needs[node][i], node, made)
-        return source
+        return _moved(source, tuple(choice.needs[node][i] for choice in choices), node, made)
 
     node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), moved)
 
 
 def _moved(
+    source: fx.Node, target: Placements, before: fx.Node, made: dict[tuple[fx.Node, int, Placement], fx.Node]
+) -> fx.Node:
+    """`source` as `target` says: first what ends whole, then what ends split, so that no dim is split twice between."""
+    for axis in sorted(range(len(target)), key=lambda i: isinstance(target[i], Shard)):
+        source = _moved_on(source, axis, target[axis], before, made)
+    return source
+
+
+def _moved_on(
     source: fx.Node, axis: int, target: Placement, before: fx.Node, made: dict[tuple[fx.Node, int, Placement], fx.Node]
 ) -> fx.Node:
     placements: Placements = tag(source).placements[0]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import collections
+import functools
+import re
+import traceback
 from typing import Any
 
 import pytest
@@ -130,11 +134,75 @@ def test_a_checkpointed_block_is_captured_once() -> None:
     assert count[0] == count[1] == 2
 
 
+def _start(loss: Any, batch: Any, model: nn.Module | None = None) -> None:
+    plan = Plan(backend="debug", device="cpu")
+    autoshard.parallelize(model or nn.Linear(3, 3), plan, loss=loss).init(batch)
+
+
+@pytest.mark.parametrize("kind", [dict, collections.UserDict])
+def test_a_key_that_the_batch_lacks_is_named_with_the_line_and_the_keys_there_are(kind: Any) -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return model(batch["x"]).sum() * batch["lables"].sum()
+
+    with pytest.raises(CaptureError) as raised:
+        _start(loss, kind(x=torch.zeros(4, 3), labels=torch.zeros(4)))
+    line = r"test_capture\.py:\d+, in loss: `return .*batch\[\"lables\"\].*`"
+    told = rf"{line}: the batch has no key 'lables'; did you mean 'labels'\? valid: x, labels$"
+    assert re.search(told, str(raised.value)), str(raised.value)
+    assert isinstance(raised.value.__cause__, KeyError)
+    assert any(frame.name == "loss" for frame in traceback.extract_tb(raised.value.__cause__.__traceback__))
+
+
+def _missing_elsewhere(self: Wrapped, x: Tensor) -> Tensor:
+    table: dict[str, Tensor] = {}
+    return table["y"]
+
+
+def _wrong_shape(self: Wrapped, x: Tensor) -> Tensor:
+    return x @ torch.zeros(5, 5)
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "source"),
+    [(_missing_elsewhere, KeyError, r"table\[\"y\"\]"), (_wrong_shape, RuntimeError, r"x @ torch\.zeros")],
+)
+def test_what_the_users_code_raises_stays_what_it_is_and_is_said_to_be_of_the_tracing(
+    body: Any, kind: type[Exception], source: str
+) -> None:
+    with pytest.raises(kind) as raised:
+        _start(lambda model, batch: model(batch["x"]).sum(), {"x": torch.zeros(4, 3)}, Wrapped(body))
+    (note,) = raised.value.__notes__
+    assert re.search(rf"autoshard was tracing .*test_capture\.py:\d+, in {body.__name__}: `.*{source}", note), note
+    assert any(frame.name == body.__name__ for frame in traceback.extract_tb(raised.value.__traceback__))
+
+
 def test_a_model_that_wants_a_loss_is_said_to_want_one() -> None:
     step = autoshard.parallelize(nn.Linear(2, 2), Plan(backend="debug", device="cpu"))
     with pytest.raises(TypeError) as raised:
         step.init({"x": torch.zeros(2, 2), "y": torch.zeros(2)})
-    assert "pass loss=lambda model, batch" in "".join(getattr(raised.value, "__notes__", []))
+    (note,) = raised.value.__notes__  # no source line: none of the user's code has run
+    assert "pass loss=lambda model, batch" in note
+
+
+def test_an_unknown_name_of_a_state_is_refused_with_the_nearest_of_its_section() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    optimizer = functools.partial(torch.optim.AdamW, lr=0.1)
+    plan = Plan(backend="debug", device="cpu")
+    step = autoshard.parallelize(model, plan, loss=lambda m, x: m(x).sum(), optimizer=optimizer)
+    state = step.init(torch.zeros(4, 3))
+    for get, words in (
+        (lambda: state.params["0.wieght"], "no parameter '0.wieght'; did you mean '0.weight'? valid: 0.weight, 0.bias"),
+        (lambda: state.buffers["1.running_men"], "no buffer '1.running_men'; did you mean '1.running_mean'? valid: 1."),
+        (lambda: state.optimizer["0.wieght"], "no optimizer state of a parameter '0.wieght'; did you mean '0.weight'?"),
+        (lambda: state.optimizer["0.bias"]["exp_avgs"], "no optimizer slot of '0.bias' 'exp_avgs'; did you mean 'exp_"),
+        (lambda: state.params["zzz"], "no parameter 'zzz'; valid: 0.weight"),
+        (lambda: state.full("1.running_men"), "no parameter or buffer '1.running_men'; did you mean '1.running_mean'?"),
+    ):
+        with pytest.raises(KeyError, match=re.escape(words)):
+            get()
+    assert "0.weight" in state.params
+    assert "1.running_mean" not in state.params
+    assert state.params.get("zzz") is None
 
 
 def test_verify_of_a_module_that_init_has_consumed_says_how_to_keep_it() -> None:

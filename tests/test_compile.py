@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
+import threading
+import time
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 
 from autoshard import compat
+from autoshard import compile as compiling
 from autoshard.capture import Modules, capture_training
 from autoshard.collectives import Axis
 from autoshard.compile import decompose
@@ -19,8 +25,10 @@ from autoshard.manager import PassContext, run_passes
 from autoshard.optim import bind
 from autoshard.plan import Mesh, Plan
 from autoshard.program import Graph, Program
+from autoshard.runtime import start
 from tests.multirank.runner import run_ranks
 
+CPU = torch.device("cpu")
 _COLLECTIVES = {"all_gather_into_tensor": "gather", "all_to_all_single": "reduce", "all_reduce": "all-reduce"}
 
 
@@ -94,6 +102,50 @@ def test_the_compiler_starts_a_gather_one_use_early_at_most() -> None:
         assert [e - p for e, p in zip(early, planned, strict=True) if not p <= e <= p + 1] == []
         assert compiled.count("gather") == written.count("gather")
         assert compiled.count("reduce") == written.count("reduce")
+
+
+class CompilerError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_long_compile_says_that_it_goes_on_until_it_ends_or_fails(
+    raises: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def slow(module: fx.GraphModule, inputs: Any) -> Any:
+        time.sleep(0.5)
+        if raises:
+            raise CompilerError
+        return module
+
+    monkeypatch.setattr(compiling, "_BEAT", 0.1)
+    monkeypatch.setattr(compat, "compile_inductor", slow)
+    runtime = start(Plan(device="cpu"))
+    captured = capture_training(
+        Modules(nn.Linear(3, 3), {}), lambda m, x: m(x).sum(), torch.zeros(4, 3), ranks=1, accumulate=1, device=CPU
+    )
+    expected = pytest.raises(CompilerError) if raises else contextlib.nullcontext()
+    with compiling.compiled_for("a test"), expected:
+        compiling.compile_graph("micro", captured.graph, "inductor", runtime)
+    assert not [thread for thread in threading.enumerate() if thread.name == "autoshard-compiling"]
+    time.sleep(0.3)
+    first, *between = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"autoshard: compiling micro \(\d+ nodes\) with Inductor, for a test \.\.\.", first)
+    if not raises:
+        assert between.pop().startswith("autoshard: compiled micro in ")
+    assert len(between) >= 2
+    assert {line for line in between if not re.fullmatch(r"autoshard: still compiling micro, \d+ s", line)} == set()
+
+
+def quiet_rank() -> list[str]:
+    """The names of the threads that tell of a compile on this rank."""
+    runtime = start(Plan(device="cpu"))
+    with compiling._heartbeat(runtime, "still compiling"):
+        return [thread.name for thread in threading.enumerate() if thread.name == "autoshard-compiling"]
+
+
+def test_only_rank_0_tells() -> None:
+    assert run_ranks(quiet_rank, 2) == [["autoshard-compiling"], []]
 
 
 def test_at_stage_three_two_matrices_at_most_are_gathered_at_once() -> None:

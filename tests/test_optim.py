@@ -422,7 +422,7 @@ def test_a_users_own_class_is_classified_by_what_it_does() -> None:
         (_CountsInGroup, r"_CountsInGroup keeps state in param_groups\[0\]\['k'\]"),
         (_HiddenTensors, "_HiddenTensors keeps tensors, .* in its attribute 'buffers'"),
         (_Distributed, r"_Distributed calls torch\.distributed"),
-        (_KeepsList, "_KeepsList keeps a list as state 'history'"),
+        (_KeepsList, "_KeepsList keeps state 'history' of type list"),
         (_LateState, "_LateState keeps state in state keys that come after the first step"),
         (_NoLr, "lr is None; valid: a number"),
         (T.Muon, "factory failed .*only supports 2D"),

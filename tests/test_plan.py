@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -44,6 +46,12 @@ TWO = Mesh(tensor=2)
         (lambda: Plan(max_compiles=0), ["Plan.max_compiles"]),
         (lambda: Plan(seed=-1), ["Plan.seed", "-1"]),
         (lambda: Plan(without="place"), ["Plan.without", "'place'", "zero"]),
+        # What a type checker refuses as well: each "ignore" is needed.
+        (lambda: Plan(acumulate=2), ["Plan has", "'acumulate'", "did you mean 'accumulate'?", "max_compiles"]),  # type: ignore[call-arg]
+        (lambda: Plan(nothing=2), ["Plan has", "'nothing'; valid: mesh, zero"]),  # type: ignore[call-arg]
+        (lambda: Zero(stge=1), ["Zero has", "did you mean 'stage'?", "persistence_threshold"]),  # type: ignore[call-arg]
+        (lambda: Mesh(dta=1), ["Mesh has", "did you mean 'data'?", "pipeline"]),  # type: ignore[call-arg]
+        (lambda: Zero(3), ["Zero was given 3", "stage"]),  # type: ignore[call-arg]
         (lambda: Mesh(data=0), ["Mesh.data", "0"]),
         (lambda: Mesh(data=-1, tensor=-1), ["-1", "at most one axis"]),
         (lambda: Mesh(data=3).resolve(4), ["needs 3 ranks", "has 4", "--nproc-per-node 3"]),
@@ -55,6 +63,11 @@ def test_a_bad_value_is_named_with_what_would_be_valid(make: Callable[[], Any], 
     with pytest.raises(PlanError) as caught:
         make()
     assert [word for word in words if word not in str(caught.value)] == []
+
+
+@pytest.mark.parametrize("kind", [Plan, Zero, Mesh])
+def test_the_signature_names_every_field(kind: Any) -> None:
+    assert [*inspect.signature(kind).parameters] == [field.name for field in dataclasses.fields(kind)]
 
 
 def test_a_plan_is_frozen_hashable_and_equal_by_value() -> None:

@@ -6,6 +6,7 @@ with the whole: a sharded output must be the shard, a partial one must sum to th
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from autoshard import batch as batches
 from autoshard import capture
 from autoshard.placement import REPLICATE, Partial, Placement, Shard
 from autoshard.rules import Op, Row, Rule, make_op, rule_of, spread
+from autoshard.rules.propose import join, run_on_shards
 from tests import reference
 from tests.zoo import ZOO, ModelCase
 
@@ -29,43 +31,17 @@ def _piece(tensor: Tensor, placement: Placement, rank: int) -> Tensor:
     return split.select(placement.dim + 1, rank).flatten(placement.dim, placement.dim + 1).contiguous()
 
 
-def _replace(args: Any, pieces: list[Tensor]) -> Any:
-    remaining = iter(pieces)
-    return reference.map_tensors(args, lambda _: next(remaining))
-
-
-def _on_shards(op: Op, rule: Rule, row: Row) -> list[tuple[Any, ...]]:
-    """What each rank's call returns, with the arguments made local as `lower` makes them."""
-    shapes: list[tuple[int, ...] | None] = []
-    for output, placement in zip(op.outputs, row.outputs, strict=True):
-        shapes.append(tuple(_piece(output, placement, 0).shape) if output is not None else None)
-    results = []
-    for rank in range(RANKS):
-        pieces = [_piece(t, p, rank) for t, p in zip(op.inputs, row.inputs, strict=True)]
-        args, kwargs = _replace((tuple(op.args), dict(op.kwargs)), pieces)
-        args = list(args)
-        for argument, output_index in rule.sizes.items():
-            if argument < len(args):
-                args[argument] = list(shapes[output_index] or ())
-        if rule.localize is not None:
-            args = list(rule.localize(args, tuple(shapes)))
-        result = op.target(*args, **kwargs)
-        results.append(tuple(result) if isinstance(result, (tuple, list)) else (result,))
-    return results
-
-
 def _complaint(op: Op, rule: Rule, row: Row) -> str | None:
     """What is wrong with a row for this call, in words."""
-    results = _on_shards(op, rule, row)
+    results = run_on_shards(op, rule, row, RANKS)
     for index, (whole, placement) in enumerate(zip(op.outputs, row.outputs, strict=True)):
         if whole is None:
             continue
         for rank in range(RANKS):
             found, wanted = results[rank][index], _piece(whole, placement, rank)
             if isinstance(placement, Partial):
-                if placement.op != "sum":
-                    continue
-                found, wanted = sum(result[index] for result in results), whole
+                found, wanted = join([result[index] for result in results], placement), whole
+                assert found is not None
             if found.shape != wanted.shape or found.dtype != wanted.dtype:
                 return f"output {index} is {found.dtype} {tuple(found.shape)}, not {wanted.dtype} {tuple(wanted.shape)}"
             exact = 1e-5 if wanted.dtype is torch.float32 else 1e-10
@@ -98,8 +74,9 @@ class _Checker(fx.Interpreter):
 
     def _try(self, op: Op, rule: Rule) -> None:
         for index, tensor in enumerate(op.inputs):
-            for dim in range(tensor.dim()):
-                row = spread(rule, op, index, Shard(dim), False, RANKS)
+            outers = (1, 2, 3) if rule.spread is not None or rule.localize is not None else (1,)
+            for dim, outer in itertools.product(range(tensor.dim()), outers):
+                row = spread(rule, op, index, Shard(dim, outer), False, RANKS)
                 if row is None:
                     continue
                 self.tried += 1

@@ -20,7 +20,7 @@ import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
 
-from autoshard import job, train
+from autoshard import compat, job, train
 from autoshard.conf import schema
 from autoshard.plan import Mesh, Plan, Zero
 from autoshard.report import Progress, plot_losses, read_metrics
@@ -225,7 +225,7 @@ def test_a_sigterm_before_the_first_step_ends_at_once(tmp_path: Path) -> None:
 
 def test_a_mistake_is_said_once_for_all_ranks(tmp_path: Path) -> None:
     printed = finish(torchrun("experiment=tiny", "model.layrs=4"), tmp_path, code=1)
-    assert printed.count("did you mean model.layers?") == 1
+    assert len(re.findall(r"^error.* did you mean model\.layers\?", printed, re.MULTILINE)) == 1
     assert not (tmp_path / "outputs").exists()
 
 
@@ -238,6 +238,11 @@ def test_a_mistake_is_said_once_for_all_ranks(tmp_path: Path) -> None:
         (["+model.layrs=4"], r"did you mean model\.layers\?"),
         (["stepz=4"], r"stepz does not exist; did you mean steps\?"),
         (["+stepz=4"], r"stepz does not exist; did you mean steps\?"),
+        (["data.batch_size=8"], r"data\.batch_size does not exist; did you mean global_batch\? valid: data\."),
+        (["+data.batch_size=8"], r"data\.batch_size does not exist; did you mean global_batch\?"),
+        (["data=synthetic_images", "data.batch_size=8"], r"did you mean data\.size or global_batch\?"),
+        (["layers=4"], r"layers does not exist; did you mean model\.layers\?"),
+        (["optimizer.learning_rate=1"], r"did you mean optimizer\.lr\?"),
         (["plan=zero9"], r"plan=zero9 does not exist; did you mean plan=zero[0-3]\?"),
         (["experiment=tinny"], r"experiment=tinny does not exist; did you mean experiment=tiny\?"),
         (["plan.zero=many"], r"plan\.zero=many.*'many'"),
@@ -259,6 +264,32 @@ def test_what_nothing_would_read_is_refused_with_the_nearest_valid_name(
     assert ended.value.code == 1
     assert re.search(rf"^error: .*{message}", printed.err), printed.err
     assert "Traceback" not in printed.err
+
+
+def test_torchrun_names_a_mistake_or_the_users_error_as_the_root_cause(tmp_path: Path) -> None:
+    (tmp_path / "losses.py").write_text("def lacking(model, batch):\n    return undefined_name\n")
+    for arguments, said, by_ranks in (
+        (["plan.zero=7"], r"Zero\.stage is 7; valid: 0, 1, 2 or 3", 1),
+        (
+            ["loss=losses.lacking"],
+            r"Traceback.*NameError: name 'undefined_name'.*autoshard was tracing \S+losses",
+            0,
+        ),
+    ):
+        command = torchrun("experiment=tiny", "output=cause", *arguments)
+        printed = finish(command, tmp_path, code=1, PYTHONPATH=str(tmp_path))
+        assert re.search(rf"Root Cause.*traceback : {said}", printed, re.DOTALL), printed
+        assert len(re.findall(r"^error", printed, re.MULTILINE)) == by_ranks
+
+
+def test_what_is_compiled_for_the_sample_is_said_to_be_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    schema.register()
+    monkeypatch.setattr(compat, "compile_inductor", lambda module, inputs: lambda args: module(*args))
+    job.run(_small("tiny", tmp_path / "run", "plan.backend=inductor"))
+    told = re.findall(r"compiling (\w+) \(\d+ nodes\) with Inductor(.*) \.\.\.", capsys.readouterr().err)
+    assert told == [("micro", ""), ("epilogue", ""), ("evaluation", ""), ("forward", ", for the sample text")]
 
 
 def test_an_experiment_cannot_be_changed_by_resuming(

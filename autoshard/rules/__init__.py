@@ -9,6 +9,12 @@ shards every dim that carries it; an input without the label must be whole; an o
 the labels over which it is then a partial sum, and is whole otherwise. ``.`` is a dim that cannot be split.
 Everything replicated is always valid and needs no row, so an op without one is correct and slow.
 
+The label ``V`` is a dim that another operand counts places of, as the rows of an embedding::
+
+    "VZ, ij -> ijZ/V"
+
+Where it is split every rank holds a range of the places and `shifted` computes the op on it.
+
 `linear` names the sets of inputs in which the op is linear together, so that partial sums may flow through.
 `sizes` names the arguments that repeat an output's shape and must become local: {argument: output}.
 """
@@ -23,7 +29,9 @@ import torch
 from torch import Tensor
 
 from autoshard.compat import pytree
-from autoshard.placement import PARTIAL, REPLICATE, Placement, Shard
+from autoshard.placement import PARTIAL, REPLICATE, Partial, Placement, Shard
+
+INDEXED = "V"  # the label of a dim that another operand counts places of
 
 
 @dataclass(frozen=True)
@@ -77,10 +85,18 @@ class Row:
 
 @dataclass(frozen=True)
 class Labels:
-    """The labels of each input, and of each output with the labels over which it is a partial sum."""
+    """The labels of each input, and of each output with the labels over which it is partial.
+
+    Args:
+        reduce: what makes a partial output whole: "sum", "max" or "min".
+        units: labels whose dims may differ in size, each a row of so many equal pieces that stay whole: the groups
+            of a convolution's channels, the heads of keys that several heads of queries share.
+    """
 
     inputs: tuple[str, ...]
     outputs: tuple[tuple[str, str], ...]
+    reduce: str = "sum"
+    units: Mapping[str, int] = field(default_factory=dict)
 
 
 def parse(text: str) -> Labels:
@@ -94,6 +110,9 @@ def parse(text: str) -> Labels:
 
 
 Spread = Callable[[Op, int, Shard, bool, int], "Row | None"]
+Shape = tuple[int, ...]
+Localize = Callable[[Op, list[Any], tuple[Shape, ...], tuple["Shape | None", ...]], list[Any]]
+Shifted = Callable[[Any, tuple[Any, ...], Mapping[str, Any], Tensor, int, int], Any]
 
 
 @dataclass(frozen=True)
@@ -102,17 +121,22 @@ class Rule:
 
     Args:
         labels: an op's labels, fixed text or made from its arguments; None where only `spread` knows.
-        spread: in the place of labels: (op, operand index, its shard, whether it is an output, ranks) to a row.
+        spread: asked before the labels: (op, operand index, its shard, whether it is an output, ranks) to a row.
         linear: sets of inputs in which the op is linear.
         sizes: {argument index: output index} of arguments that are an output's shape.
-        localize: other arguments that depend on local shapes: (args, row's local output shapes) to args.
+        localize: other arguments that depend on local shapes: (op at global shapes, args, local shapes of the
+            tensor inputs, of the outputs) to args.
+        shifted: the op on a shard of the dim with label V: (target, local args, local kwargs, offset, length, size)
+            to its result. `offset` is an int64 tensor (1,), the first place that this rank holds, `length` how many
+            it holds, padding counted, `size` how many there are on all ranks.
     """
 
     labels: Callable[[Op], Labels | None] | None = None
     spread: Spread | None = None
     linear: Callable[[Op], tuple[frozenset[int], ...]] = field(default=lambda op: ())
     sizes: Mapping[int, int] = field(default_factory=dict)
-    localize: Callable[[list[Any], tuple[tuple[int, ...] | None, ...]], list[Any]] | None = None
+    localize: Localize | None = None
+    shifted: Shifted | None = None
 
 
 def replicated(op: Op) -> Row:
@@ -122,7 +146,9 @@ def replicated(op: Op) -> Row:
 def spread(rule: Rule, op: Op, index: int, shard: Shard, output: bool, ranks: int) -> Row | None:
     """The row in which operand `index` (an input, or an output) is sharded as `shard`, if there is one."""
     if rule.spread is not None:
-        return rule.spread(op, index, shard, output, ranks)
+        found = rule.spread(op, index, shard, output, ranks)
+        if found is not None or rule.labels is None:
+            return found
     labels = rule.labels(op) if rule.labels is not None else None
     if labels is None:
         return None
@@ -130,13 +156,13 @@ def spread(rule: Rule, op: Op, index: int, shard: Shard, output: bool, ranks: in
         raise ValueError(f"rule of {op.target} names {labels}, the call has {len(op.inputs)} tensor inputs")
     dims = labels.outputs[index][0] if output else labels.inputs[index]
     label = dims[shard.dim]
-    if label == ".":
+    if label == "." or (label == INDEXED and (rule.shifted is None or shard.outer > 1)):
         return None
 
     def at(labels_of: str, partial: str = "") -> Placement:
         if label in labels_of:
             return Shard(labels_of.index(label), shard.outer)
-        return PARTIAL if label in partial else REPLICATE
+        return Partial(labels.reduce) if label in partial else REPLICATE
 
     row = Row(
         tuple(at(dims) for dims in labels.inputs),
@@ -144,6 +170,9 @@ def spread(rule: Rule, op: Op, index: int, shard: Shard, output: bool, ranks: in
     )
     operands = [*zip(op.inputs, row.inputs, strict=True), *zip(op.outputs, row.outputs, strict=True)]
     sizes = {t.shape[p.dim] for t, p in operands if isinstance(p, Shard) and t is not None}
+    if label in labels.units:
+        units = labels.units[label]
+        return row if divides(units, shard, ranks) and not any(size % units for size in sizes) else None
     if len(sizes) != 1 or not divides(sizes.pop(), shard, ranks):
         return None
     return row
@@ -151,6 +180,18 @@ def spread(rule: Rule, op: Op, index: int, shard: Shard, output: bool, ranks: in
 
 def divides(size: int, shard: Shard, ranks: int) -> bool:
     return size % (shard.outer * ranks) == 0 and size > 0
+
+
+def indexed_dim(rule: Rule, op: Op) -> tuple[bool, int, int] | None:
+    """(Whether it is an output, its index, the dim) of an operand with a dim that others count places of, if any."""
+    labels = rule.labels(op) if rule.labels is not None and rule.shifted is not None else None
+    if labels is None:
+        return None
+    for output, dims in ((False, labels.inputs), (True, tuple(names for names, _ in labels.outputs))):
+        for index, names in enumerate(dims):
+            if INDEXED in names:
+                return output, index, names.index(INDEXED)
+    return None
 
 
 def candidates(rule: Rule | None, op: Op, placed: tuple[Placement, ...], ranks: int) -> Iterator[Row]:

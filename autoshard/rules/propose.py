@@ -22,7 +22,7 @@ from torch import Tensor
 
 from autoshard.compat import pytree
 from autoshard.placement import PARTIAL, REPLICATE, Partial, Placement, Shard
-from autoshard.rules import Op, Row, Rule, divides, make_op
+from autoshard.rules import Op, Row, Rule, divides, indexed_dim, make_op
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,13 @@ def join(parts: Sequence[Tensor], placement: Placement) -> Tensor | None:
         split = [part.unflatten(placement.dim, (placement.outer, -1)) for part in parts]
         return torch.stack(split, placement.dim + 1).flatten(placement.dim, placement.dim + 2)
     if isinstance(placement, Partial):
-        return torch.stack(list(parts)).sum(0, dtype=parts[0].dtype)
+        terms = torch.stack(list(parts))
+        return terms.sum(0, dtype=parts[0].dtype) if placement.op == "sum" else _EXTREMES[placement.op](terms, 0)
     same = all(torch.allclose(part, parts[0], rtol=1e-9, atol=1e-9, equal_nan=True) for part in parts)
     return parts[0] if same else None
+
+
+_EXTREMES = {"max": torch.amax, "min": torch.amin}
 
 
 def _local_shape(x: Tensor | None, placement: Placement, ranks: int) -> tuple[int, ...] | None:
@@ -85,6 +89,7 @@ def run_on_shards(op: Op, rule: Rule | None, row: Row, ranks: int) -> list[tuple
     """What each rank's call returns, its arguments made local as the `lower` pass makes them."""
     held = [shards(x, placement, ranks) for x, placement in zip(op.inputs, row.inputs, strict=True)]
     shapes = tuple(_local_shape(x, p, ranks) for x, p in zip(op.outputs, row.outputs, strict=True))
+    split = _split_places(op, rule, row, ranks)
     results = []
     for rank in range(ranks):
         mine = iter([parts[rank] for parts in held])
@@ -95,10 +100,29 @@ def run_on_shards(op: Op, rule: Rule | None, row: Row, ranks: int) -> list[tuple
         if rule is not None:
             for argument, output in rule.sizes.items():
                 args[argument] = list(shapes[output] or ())
-            args = list(rule.localize(args, shapes)) if rule.localize is not None else args
-        result = op.target(*args, **kwargs)
+            inputs = tuple(tuple(parts[rank].shape) for parts in held)
+            args = list(rule.localize(op, args, inputs, shapes)) if rule.localize is not None else args
+        if split is not None:
+            assert rule is not None
+            assert rule.shifted is not None
+            offset = torch.tensor([rank * split[0]], device=op.inputs[0].device)
+            result = rule.shifted(op.target, tuple(args), kwargs, offset, *split)
+        else:
+            result = op.target(*args, **kwargs)
         results.append(tuple(result) if isinstance(result, (tuple, list)) else (result,))
     return results
+
+
+def _split_places(op: Op, rule: Rule | None, row: Row, ranks: int) -> tuple[int, int] | None:
+    """How many places of the dim that is counted each rank holds, and how many there are, where it is split."""
+    found = indexed_dim(rule, op) if rule is not None else None
+    if found is None:
+        return None
+    output, index, dim = found
+    operand = (op.outputs if output else op.inputs)[index]
+    if operand is None or (row.outputs if output else row.inputs)[index] != Shard(dim):
+        return None
+    return operand.shape[dim] // ranks, operand.shape[dim]
 
 
 def propose(target: Any, *args: Any, ranks: Sequence[int] = (2, 3), **kwargs: Any) -> list[Row]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import string
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from autoshard.placement import Shard
-from autoshard.rules import Labels, Op, Row, Rule, divides, parse
+from autoshard.rules import INDEXED, Labels, Localize, Op, Row, Rule, Shape, divides, parse, pieces, shifted
 from autoshard.rules.views import carry
 
 aten = torch.ops.aten
@@ -67,6 +68,17 @@ def _norm_dims(dim: Any, rank: int) -> set[int]:
     if dim is None or (isinstance(dim, (list, tuple)) and not dim):
         return set(range(rank))
     return {d % rank if rank else 0 for d in (dim if isinstance(dim, (list, tuple)) else [dim])}
+
+
+def _extreme(reduce: str) -> Callable[[Op], Labels | None]:
+    """amax and amin: a shard of a reduced dim leaves a partial maximum or minimum."""
+
+    def labels(op: Op) -> Labels | None:
+        # No collective compares truth values.
+        found = _reduction(1, 2, sums=op.inputs[0].dtype != torch.bool)(op)
+        return replace(found, reduce=reduce) if found is not None else None
+
+    return labels
 
 
 def _reduction(dim_arg: int | None, keep_arg: int | None, *, sums: bool) -> Callable[[Op], Labels | None]:
@@ -206,13 +218,13 @@ def _joined(op: Op) -> Labels | None:
 def _embedding_gradient(op: Op) -> Labels | None:
     rank = op.inputs[1].dim()
     if op.arg(4):  # scaled by how often a word occurs in the whole batch
-        return Labels(("." * rank + "Z", "." * rank), ((".Z", ""),))
-    return Labels((LETTERS[:rank] + "Z", LETTERS[:rank]), ((".Z", LETTERS[:rank]),))
+        return Labels(("." * rank + "Z", "." * rank), (("VZ", ""),))
+    return Labels((LETTERS[:rank] + "Z", LETTERS[:rank]), (("VZ", LETTERS[:rank]),))
 
 
 def _embedding(op: Op) -> Labels | None:
     rank = op.inputs[1].dim()
-    return Labels((".Z", LETTERS[:rank]), ((LETTERS[:rank] + "Z", ""),))
+    return Labels(("VZ", LETTERS[:rank]), ((LETTERS[:rank] + "Z", "V"),))
 
 
 def _normalized(op: Op) -> tuple[str, int]:
@@ -237,57 +249,109 @@ def _layer_norm_gradient(op: Op) -> Labels | None:
 
 
 def _group_norm(op: Op) -> Labels | None:
-    x = "b" + "." * (op.inputs[0].dim() - 1)
-    return Labels((x, *("." for _ in op.inputs[1:])), ((x, ""), ("b.", ""), ("b.", "")))
+    """Samples split, and channels where whole groups stay together."""
+    x = "bg" + "." * (op.inputs[0].dim() - 2)
+    return Labels((x, *("g" for _ in op.inputs[1:])), ((x, ""), ("bg", ""), ("bg", "")), units={"g": op.arg(6)})
 
 
 def _group_norm_gradient(op: Op) -> Labels | None:
-    x = "b" + "." * (op.inputs[0].dim() - 1)
-    return Labels((x, x, "b.", "b.", *("." for _ in op.inputs[4:])), ((x, ""), (".", "b"), (".", "b")))
+    x = "bg" + "." * (op.inputs[0].dim() - 2)
+    inputs = (x, x, "bg", "bg", *("g" for _ in op.inputs[4:]))
+    return Labels(inputs, ((x, ""), ("g", "b"), ("g", "b")), units={"g": op.arg(8)})
+
+
+def _group_norm_sizes(batch: int, x: int) -> Localize:
+    """The local sizes of input `x` at arguments from `batch` on: samples, channels, and two on the groups."""
+
+    def localize(op: Op, args: list[Any], inputs: tuple[Shape, ...], outputs: tuple[Shape | None, ...]) -> list[Any]:
+        args[batch], args[batch + 1] = inputs[x][:2]
+        args[batch + 3] //= op.inputs[x].shape[1] // inputs[x][1]
+        return args
+
+    return localize
 
 
 def _convolution(op: Op) -> Labels | None:
-    spatial = "." * (op.inputs[0].dim() - 2)
-    transposed, groups = op.arg(6), op.arg(8)
-    o, i, partial = ("o", "i", "/i") if groups == 1 and not transposed and len(op.inputs) == 2 else (".", ".", "")
-    bias = ["." if o == "." else "o" for _ in op.inputs[2:]]
-    return parse(f"{', '.join(['b' + i + spatial, o + i + spatial, *bias])} -> b{o}{spatial}{partial}")
+    """Samples split, channels too; those of a grouped convolution where whole groups stay together."""
+    x, y, weight, units = _channels(op)
+    # Each rank would add the bias to its term of the sum.
+    summed = "" if op.arg(8) > 1 or len(op.inputs) > 2 else x
+    x = x if summed or op.arg(8) > 1 else "."
+    weight = weight if x != "." else weight.replace("i", ".")
+    space = "." * (op.inputs[0].dim() - 2)
+    bias = [y for _ in op.inputs[2:]]
+    return Labels(("b" + x + space, weight + space, *bias), (("b" + y + space, summed),), units=units)
 
 
 def _convolution_gradient(op: Op) -> Labels | None:
-    spatial = "." * (op.inputs[0].dim() - 2)
-    return parse(f"b.{spatial}, b.{spatial}, ..{spatial} -> b.{spatial}, ..{spatial}/b, ./b")
+    x, y, weight, units = _channels(op)
+    space = "." * (op.inputs[0].dim() - 2)
+    of_x = ("b" + x + space, y if op.arg(9) == 1 else "")
+    inputs = ("b" + y + space, "b" + x + space, weight + space)
+    return Labels(inputs, (of_x, (weight + space, "b"), (y, "b")), units=units)
+
+
+def _channels(op: Op) -> tuple[str, str, str, dict[str, int]]:
+    """Labels of a convolution's channels in and out, of the first dims of its weight, and their units."""
+    gradient = op.target is aten.convolution_backward.default
+    transposed, groups = (op.arg(7), op.arg(9)) if gradient else (op.arg(6), op.arg(8))
+    if groups > 1:
+        return "g", "g", "g.", {"g": groups}
+    return "i", "o", "io" if transposed else "oi", {}
+
+
+def _convolution_groups(op: Op, args: list[Any], inputs: tuple[Shape, ...], outputs: Any) -> list[Any]:
+    if args[8] > 1:
+        args[8] //= op.inputs[0].shape[1] // inputs[0][1]
+    return args
+
+
+def _convolution_gradient_groups(op: Op, args: list[Any], inputs: tuple[Shape, ...], outputs: Any) -> list[Any]:
+    if args[9] > 1:
+        args[9] //= op.inputs[0].shape[1] // inputs[0][1]
+    if args[3] is not None and args[3] != [0]:
+        args[3] = [inputs[0][1]]
+    return args
 
 
 def _attention(op: Op) -> Labels | None:
-    """(batch, heads, length, width): batch and heads split; an attn bias or mask where it has those dims."""
+    """(batch, heads, length, width): batch and heads split; an attn bias or mask where it has those dims.
+
+    Heads of queries that share a head of keys stay with it; one head of keys that all share is whole everywhere.
+    """
     q, k = op.inputs[:2]
-    head = "h" if q.shape[1] == k.shape[1] else "."
-    rest = [_mask_dims(t, q, head) for t in op.inputs[3:]]
-    outputs = [("b" + head + "..", "")]
+    keys, units = _heads(q, k)
+    rest = [_mask_dims(t, q) for t in op.inputs[3:]]
+    outputs = [("bh..", "")]
     for y in op.outputs[1:]:
-        batched = y is not None and y.dim() >= 2 and y.shape[0] == q.shape[0] and y.shape[1] == q.shape[1]
-        outputs.append(("b" + head + "." * (y.dim() - 2) if batched and y is not None else _dots(y), ""))
-    return Labels((*["b" + head + ".."] * 3, *rest), tuple(outputs))
+        batched = y is not None and y.dim() >= 2 and y.shape[:2] == q.shape[:2]
+        outputs.append(("bh" + "." * (y.dim() - 2) if batched and y is not None else _dots(y), ""))
+    return Labels(("bh..", keys, keys, *rest), tuple(outputs), units=units)
 
 
 def _attention_gradient(op: Op) -> Labels | None:
     q, k = op.inputs[1], op.inputs[2]
-    head = "h" if q.shape[1] == k.shape[1] else "."
-    inputs = [_mask_dims(t, q, head) for t in op.inputs]
+    keys, units = _heads(q, k)
+    inputs = [keys if i in (2, 3) else _mask_dims(t, q) for i, t in enumerate(op.inputs)]
     outputs = []
-    for t in op.outputs:
-        dims = _mask_dims(t, q, head) if t is not None else ""
-        # A bias that is shared by the batch or the heads gets the sum of their gradients.
+    for i, t in enumerate(op.outputs):
+        dims = "" if t is None else keys if i in (1, 2) else _mask_dims(t, q)
+        # What is shared by the batch or the heads, as a bias may be, gets the sum of their gradients.
         outputs.append((dims, "".join(x for x in ("b", "h") if dims and x not in dims)))
-    return Labels(tuple(inputs), tuple(outputs))
+    return Labels(tuple(inputs), tuple(outputs), units=units)
 
 
-def _mask_dims(t: torch.Tensor, q: torch.Tensor, head: str) -> str:
+def _heads(q: torch.Tensor, k: torch.Tensor) -> tuple[str, dict[str, int]]:
+    """Labels of keys and values, and the parts that heads may be split in."""
+    shared = k.shape[1] == 1 < q.shape[1]
+    return "b" + ("." if shared else "h") + "..", {"h": q.shape[1] if shared else k.shape[1]}
+
+
+def _mask_dims(t: torch.Tensor, q: torch.Tensor) -> str:
     if t.dim() < 3:
         return "." * t.dim()
     b = "b" if t.shape[0] == q.shape[0] and q.shape[0] > 1 else "."
-    h = head if t.shape[1] == q.shape[1] and q.shape[1] > 1 else "."
+    h = "h" if t.shape[1] == q.shape[1] and q.shape[1] > 1 else "."
     return b + h + "." * (t.dim() - 2)
 
 
@@ -325,22 +389,38 @@ def _expanded(op: Op) -> Labels | None:
     return Labels((_aligned(x, names, y.shape),), ((names, ""),))
 
 
-def _gathered(op: Op) -> Labels | None:
-    """gather, scatter and their like: dims other than the indexed one split where every tensor has that size."""
+def _beside(op: Op) -> tuple[str, int]:
+    """Labels of the dims other than the indexed one that have one size in every tensor, and the indexed dim."""
     x = op.inputs[0]
     at = op.arg(1) % max(x.dim(), 1)
     names = "".join(
         LETTERS[d] if d != at and all(t.dim() == x.dim() and t.shape[d] == x.shape[d] for t in op.inputs) else "."
         for d in range(x.dim())
     )
-    return Labels((names,) * len(op.inputs), ((names, ""),))
+    return names, at
+
+
+def _counted(names: str, at: int) -> str:
+    """`names` with the indexed dim, which is of places that another operand counts."""
+    return names[:at] + INDEXED + names[at + 1 :]
+
+
+def _gathered(op: Op) -> Labels | None:
+    names, at = _beside(op)
+    return Labels((_counted(names, at), names), ((names, INDEXED),)) if names else None
+
+
+def _scattered(op: Op) -> Labels | None:
+    names, at = _beside(op)
+    whole = _counted(names, at) if names else ""
+    return Labels((whole, *(names for _ in op.inputs[1:])), ((whole, ""),))
 
 
 def _index_selected(op: Op) -> Labels | None:
     x = op.inputs[0]
     at = op.arg(1) % x.dim()
     names = "".join("." if d == at else LETTERS[d] for d in range(x.dim()))
-    return Labels((names, "I"), ((names[:at] + "I" + names[at + 1 :], ""),))
+    return Labels((_counted(names, at), "I"), ((names[:at] + "I" + names[at + 1 :], INDEXED),))
 
 
 def _indexed(op: Op) -> Labels | None:
@@ -361,9 +441,10 @@ def _indexed(op: Op) -> Labels | None:
         offset = rank - t.dim()
         return "".join(names[offset + d] if t.shape[d] == shape[offset + d] else "." for d in range(t.dim()))
 
+    one = len(where) == 1
     return Labels(
-        (lead + "." * len(where) + tail, *(own(t) for t in op.inputs[1:])),
-        ((lead + names + tail, ""),),
+        (lead + (INDEXED if one else "." * len(where)) + tail, *(own(t) for t in op.inputs[1:])),
+        ((lead + names + tail, INDEXED if one else ""),),
     )
 
 
@@ -395,7 +476,7 @@ def _index_written(op: Op) -> Labels | None:
     lead, tail = LETTERS[: where[0]], LETTERS[where[-1] + 1 : x.dim()]
     written = torch.Size((*x.shape[: where[0]], *shape, *x.shape[where[-1] + 1 :]))
     dims = _aligned(values, lead + "." * len(shape) + tail, written)
-    whole = lead + "." * len(where) + tail
+    whole = lead + (INDEXED if len(where) == 1 else "." * len(where)) + tail
     return Labels((whole, *map(_dots, indices), dims), ((whole, ""),))
 
 
@@ -403,7 +484,8 @@ def _index_added(op: Op) -> Labels | None:
     x = op.inputs[0]
     names = "".join("." if d == op.arg(1) % max(x.dim(), 1) else LETTERS[d] for d in range(x.dim()))
     rest = [names if t.dim() == x.dim() > 1 else _dots(t) for t in op.inputs[2:]]
-    return Labels((names, _dots(op.inputs[1]), *rest), ((names, ""),))
+    whole = names.replace(".", INDEXED)
+    return Labels((whole, _dots(op.inputs[1]), *rest), ((whole, ""),))
 
 
 def _distances(op: Op) -> Labels | None:
@@ -505,6 +587,10 @@ def _zero_padded(op: Op) -> tuple[frozenset[int], ...]:
     return (frozenset((0,)),) if op.arg(2, 0) == 0 else ()
 
 
+def _written_together(op: Op) -> tuple[frozenset[int], ...]:
+    return (frozenset((0, len(op.inputs) - 1)),)
+
+
 def _counts_no_words(op: Op) -> tuple[frozenset[int], ...]:
     return () if op.arg(4) else (frozenset((0,)),)
 
@@ -515,17 +601,6 @@ def _created(op: Op) -> Labels | None:
     assert y is not None
     names = LETTERS[: y.dim()]
     return Labels(tuple(names if t.shape == y.shape else "." * t.dim() for t in op.inputs), ((names, ""),))
-
-
-def _first_argument(value: int) -> Callable[[list[Any], tuple[tuple[int, ...] | None, ...]], list[Any]]:
-    """A rewrite that puts the local batch size at argument `value`."""
-
-    def localize(args: list[Any], shapes: tuple[tuple[int, ...] | None, ...]) -> list[Any]:
-        shape = next(s for s in shapes if s is not None)
-        args[value] = shape[0]
-        return args
-
-    return localize
 
 
 def _pooling() -> dict[Any, Rule]:
@@ -554,6 +629,10 @@ def _pooling() -> dict[Any, Rule]:
     return found
 
 
+_SPLIT = Rule(_along(2, default=0), pieces.spread(pieces.along(2)), linear=_together(0), localize=pieces.split_size)
+_SPLIT_SIZES = Rule(
+    _along(2, default=0), pieces.spread(pieces.along(2)), linear=_together(0), localize=pieces.split_sizes
+)
 _VIEW = Rule(spread=_view, linear=_together(0), sizes={1: 0})
 
 TABLE: dict[Any, Rule] = {
@@ -567,21 +646,33 @@ TABLE: dict[Any, Rule] = {
     aten.unsqueeze.default: Rule(_unsqueezed, linear=_together(0)),
     aten.expand.default: Rule(_expanded, linear=_together(0), sizes={1: 0}),
     aten.select.int: Rule(_without(_selected), linear=_together(0)),
-    aten.slice.Tensor: Rule(_sliced(1), linear=_together(0)),
-    aten.split.Tensor: Rule(_along(2, default=0), linear=_together(0)),
-    aten.split_with_sizes.default: Rule(_along(2, default=0), linear=_together(0)),
-    aten.unsafe_split.Tensor: Rule(_along(2, default=0), linear=_together(0)),
-    aten.unsafe_split_with_sizes.default: Rule(_along(2, default=0), linear=_together(0)),
-    aten.chunk.default: Rule(_along(2, default=0), linear=_together(0)),
+    aten.slice.Tensor: Rule(
+        _sliced(1), pieces.spread(pieces.sliced(1)), linear=_together(0), localize=pieces.slice_bounds(1)
+    ),
+    aten.split.Tensor: _SPLIT,
+    aten.unsafe_split.Tensor: _SPLIT,
+    aten.split_with_sizes.default: _SPLIT_SIZES,
+    aten.unsafe_split_with_sizes.default: _SPLIT_SIZES,
+    aten.chunk.default: Rule(_along(2, default=0), pieces.spread(pieces.along(2)), linear=_together(0)),
     aten.unbind.int: Rule(_without(lambda op: {op.arg(1, 0) % op.inputs[0].dim()}), linear=_together(0)),
-    aten.cat.default: Rule(_joined, linear=_all),
+    aten.cat.default: Rule(_joined, pieces.spread(pieces.along(1)), linear=_all),
     aten.stack.default: Rule(_stacked, linear=_all),
     aten.flip.default: Rule(_along(1), linear=_together(0)),
     aten.roll.default: Rule(_along(2), linear=_together(0)),
-    aten.constant_pad_nd.default: Rule(_padded, linear=_zero_padded),
-    aten.slice_backward.default: Rule(_sliced(2), linear=_together(0), sizes={1: 0}),
+    aten.constant_pad_nd.default: Rule(
+        _padded, pieces.spread(pieces.padded), linear=_zero_padded, localize=pieces.pads
+    ),
+    aten.slice_backward.default: Rule(
+        _sliced(2),
+        pieces.spread(pieces.sliced(2)),
+        linear=_together(0),
+        sizes={1: 0},
+        localize=pieces.slice_bounds(2),
+    ),
     aten.select_backward.default: Rule(_select_gradient, linear=_together(0), sizes={1: 0}),
-    aten.slice_scatter.default: Rule(_sliced(2), linear=_all),
+    aten.slice_scatter.default: Rule(
+        _sliced(2), pieces.spread(pieces.sliced(2)), linear=_all, localize=pieces.slice_bounds(2)
+    ),
     aten.diagonal.default: Rule(_diagonal, linear=_together(0)),
     aten.diagonal_backward.default: Rule(_diagonal_made(3), linear=_together(0), sizes={1: 0}),
     aten.diag_embed.default: Rule(_diagonal_made(2), linear=_together(0)),
@@ -629,8 +720,8 @@ TABLE: dict[Any, Rule] = {
     # reductions
     aten.sum.default: Rule(_reduction(None, None, sums=True), linear=_together(0)),
     aten.sum.dim_IntList: Rule(_reduction(1, 2, sums=True), linear=_together(0)),
-    aten.amax.default: Rule(_reduction(1, 2, sums=False)),
-    aten.amin.default: Rule(_reduction(1, 2, sums=False)),
+    aten.amax.default: Rule(_extreme("max")),
+    aten.amin.default: Rule(_extreme("min")),
     aten.max.dim: Rule(_reduction(1, 2, sums=False)),
     aten.min.dim: Rule(_reduction(1, 2, sums=False)),
     aten.argmax.default: Rule(_reduction(1, 2, sums=False)),
@@ -663,8 +754,8 @@ TABLE: dict[Any, Rule] = {
     aten.topk.default: Rule(_along(2)),
     aten.cummax.default: Rule(_along(1)),
     aten.cummin.default: Rule(_along(1)),
-    aten.glu.default: Rule(_along(1)),
-    aten.glu_backward.default: Rule(_along(2)),
+    aten.glu.default: Rule(_along(1), pieces.spread(pieces.along(1, -1))),
+    aten.glu_backward.default: Rule(_along(2), pieces.spread(pieces.along(2, -1))),
     aten._safe_softmax.default: Rule(_along(1)),
     aten.linalg_cross.default: Rule(_along(2)),
     aten._fft_r2c.default: Rule(_along(1), linear=_together(0)),
@@ -683,23 +774,25 @@ TABLE: dict[Any, Rule] = {
     aten.tril.default: Rule(_along(None, default=[-1, -2]), linear=_together(0)),  # type: ignore[arg-type]
     aten.triu.default: Rule(_along(None, default=[-1, -2]), linear=_together(0)),  # type: ignore[arg-type]
     # indexing
-    aten.embedding.default: Rule(_embedding, linear=_together(0)),
-    aten.embedding_dense_backward.default: Rule(_embedding_gradient, linear=_counts_no_words),
-    aten.gather.default: Rule(_gathered, linear=_together(0)),
-    aten.scatter.src: Rule(_gathered, linear=_together(0, 2)),
-    aten.scatter.value: Rule(_gathered),
-    aten.scatter.reduce: Rule(_gathered),
-    aten.scatter.value_reduce: Rule(_gathered),
-    aten.scatter_reduce.two: Rule(_gathered),
-    aten.scatter_add.default: Rule(_gathered, linear=_together(0, 2)),
-    aten.index_select.default: Rule(_index_selected, linear=_together(0)),
-    aten.index_add.default: Rule(_index_added, linear=_together(0, 2)),
-    aten.index_copy.default: Rule(_index_added, linear=_together(0, 2)),
-    aten.index_fill.int_Scalar: Rule(_index_added),
-    aten.index.Tensor: Rule(_indexed, linear=_together(0)),
-    aten._unsafe_index.Tensor: Rule(_indexed, linear=_together(0)),
-    aten.index_put.default: Rule(_index_written, linear=lambda op: (frozenset((0, len(op.inputs) - 1)),)),
-    aten._unsafe_index_put.default: Rule(_index_written, linear=lambda op: (frozenset((0, len(op.inputs) - 1)),)),
+    aten.embedding.default: Rule(_embedding, linear=_together(0), shifted=shifted.embedding),
+    aten.embedding_dense_backward.default: Rule(
+        _embedding_gradient, linear=_counts_no_words, shifted=shifted.embedding_gradient
+    ),
+    aten.gather.default: Rule(_gathered, linear=_together(0), shifted=shifted.gather),
+    aten.scatter.src: Rule(_scattered, linear=_together(0, 2), shifted=shifted.scatter),
+    aten.scatter.value: Rule(_scattered, shifted=shifted.scatter),
+    aten.scatter.reduce: Rule(_scattered, shifted=shifted.write),
+    aten.scatter.value_reduce: Rule(_scattered, shifted=shifted.write),
+    aten.scatter_reduce.two: Rule(_scattered, shifted=shifted.write),
+    aten.scatter_add.default: Rule(_scattered, linear=_together(0, 2), shifted=shifted.write),
+    aten.index_select.default: Rule(_index_selected, linear=_together(0), shifted=shifted.select),
+    aten.index_add.default: Rule(_index_added, linear=_together(0, 2), shifted=shifted.write),
+    aten.index_copy.default: Rule(_index_added, linear=_together(0, 2), shifted=shifted.write),
+    aten.index_fill.int_Scalar: Rule(_index_added, shifted=shifted.write),
+    aten.index.Tensor: Rule(_indexed, linear=_together(0), shifted=shifted.index),
+    aten._unsafe_index.Tensor: Rule(_indexed, linear=_together(0), shifted=shifted.index),
+    aten.index_put.default: Rule(_index_written, linear=_written_together, shifted=shifted.index_put),
+    aten._unsafe_index_put.default: Rule(_index_written, linear=_written_together, shifted=shifted.index_put),
     aten.searchsorted.Tensor: Rule(_sought),
     aten.bucketize.Tensor: Rule(_first_only),
     aten.isin.Tensor_Tensor: Rule(_first_only),
@@ -710,11 +803,11 @@ TABLE: dict[Any, Rule] = {
     aten.native_layer_norm_backward.default: Rule(_layer_norm_gradient),
     aten._fused_rms_norm.default: Rule(_layer_norm),
     aten._fused_rms_norm_backward.default: Rule(_layer_norm_gradient),
-    aten.native_group_norm.default: Rule(_group_norm, localize=_first_argument(3)),
-    aten.native_group_norm_backward.default: Rule(_group_norm_gradient, localize=_first_argument(5)),
+    aten.native_group_norm.default: Rule(_group_norm, localize=_group_norm_sizes(3, 0)),
+    aten.native_group_norm_backward.default: Rule(_group_norm_gradient, localize=_group_norm_sizes(5, 1)),
     # convolution, pooling, resampling
-    aten.convolution.default: Rule(_convolution),
-    aten.convolution_backward.default: Rule(_convolution_gradient),
+    aten.convolution.default: Rule(_convolution, localize=_convolution_groups),
+    aten.convolution_backward.default: Rule(_convolution_gradient, localize=_convolution_gradient_groups),
     **_pooling(),
     aten.grid_sampler_2d.default: Rule(_resampled),
     aten.grid_sampler_2d_backward.default: Rule(_resampled_gradient),

@@ -376,6 +376,23 @@ def test_a_rank_with_another_batch_structure_at_init_is_refused_on_both_sides(ki
     refused(_another_first_batch, "DivergenceError", "rank", "batch", args=(kind,))
 
 
+def _ragged(call: str) -> None:
+    step = _step(loss=_loss_of_first)
+    rows = 4 + dist.get_rank()
+    if call == "init":
+        step.init(_batch(rows))
+    state = step.init(_batch())
+    if call == "step":
+        step(state, _batch(rows))
+    step.forward(state, _batch(rows)["x"])
+
+
+@pytest.mark.parametrize("call", ["init", "step", "forward"])
+def test_ranks_with_another_number_of_samples_are_told_to_drop_or_pad_the_tail(call: str) -> None:
+    sizes = "rank 0 has a batch of leading size 4; rank 1 has a batch of leading size 5"
+    refused(_ragged, "DivergenceError", sizes, r"drop the tail, or pad", r"Tail\.PAD", "'valid'", "Mean", args=(call,))
+
+
 def _another_later_batch(kind: str) -> None:
     step = _step(loss=_loss_of_first)
     state = step.init(_batch())

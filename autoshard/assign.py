@@ -1,0 +1,300 @@
+"""The choice of placements on one mesh axis that costs least: see `assign`.
+
+Repeated layers are solved once: nodes that compute the same in modules whose paths differ only in numbers share one
+decision, so that the program that is solved has the size of one layer.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor, fx
+from torch.utils.flop_counter import flop_registry
+
+from autoshard import collectives
+from autoshard.manager import PassContext
+from autoshard.ops import whole
+from autoshard.placement import REPLICATE, Placement, Replicate, Shard, fits
+from autoshard.program import Graph, Kind, Port, tag
+from autoshard.rules import Row, rule_of
+from autoshard.rules.options import Options, source_of, tensor_inputs
+from autoshard.solve import Problem, Use, Value
+
+# Everything is weighed in bytes sent. A mesh axis is asked for so that work and memory are split, so what stays
+# whole on it weighs far more than the time that it takes: a matmul of 8 x 8 x 8 already is worth its reduction.
+_WORK = 0.25  # bytes per floating-point operation that every rank repeats
+_TOUCHED = 1e-3  # bytes per byte that an op without FLOPs reads or writes on every rank alike
+_HELD = 8.0  # bytes per byte of a parameter that every rank holds
+_WEIGHT_MOVED = 4.0  # times the bytes of a parameter that is gathered for use: it was split so as not to be
+_LATENCY = 4096.0  # bytes that could be sent while a collective starts
+
+
+@dataclass
+class Choice:
+    """What was decided on one axis: outputs of each node, what each use of a node needs, and by which rule."""
+
+    outputs: dict[fx.Node, tuple[Placement, ...]] = field(default_factory=dict)
+    needs: dict[fx.Node, tuple[Placement, ...]] = field(default_factory=dict)
+    rules: dict[fx.Node, str] = field(default_factory=dict)
+
+    def of(self, node: fx.Node) -> Placement:
+        maker, index = source_of(node)
+        return self.outputs[maker][index]
+
+
+def nbytes(t: Tensor | None) -> int:
+    return t.numel() * t.element_size() if isinstance(t, Tensor) else 0
+
+
+def flops(node: fx.Node) -> int:
+    """Floating-point operations of a node at the shapes of its values; 0 where torch counts none."""
+    count = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    if count is None:
+        return 0
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    return int(count(*args, **kwargs, out_val=node.meta["val"]))
+
+
+def assign(graph: Graph, inputs: Sequence[Port], axis: int, earlier: Sequence[Choice], context: PassContext) -> Choice:
+    """Placements of every node on `axis`, given those on the axes before it.
+
+    Minimises the bytes sent on the axis, plus, weighted far more, the work and the parameters that it leaves whole.
+
+    Args:
+        inputs: ports of the graph; a parameter's placement on `axis` is free unless `context.parameters` has it.
+        earlier: the choices on axes 0 to `axis` - 1.
+    """
+    return _Assignment(graph, inputs, axis, earlier, context).run()
+
+
+class _Assignment:
+    def __init__(
+        self, graph: Graph, inputs: Sequence[Port], axis: int, earlier: Sequence[Choice], context: PassContext
+    ) -> None:
+        self.graph = graph
+        self.axis = axis
+        self.earlier = earlier
+        self.context = context
+        self.ranks = [a.ranks for a in context.axes[: axis + 1]]
+        self.ports = dict(zip(graph.placeholders(), inputs, strict=True))
+        self.parameters = {node for node, port in self.ports.items() if port.kind is Kind.PARAMETER}
+        self.nodes = [
+            n for n in graph.module.graph.nodes if n.op == "call_function" and n.target is not operator.getitem
+        ]
+
+    def run(self) -> Choice:
+        options = Options(
+            self.ranks[-1],
+            {node: self._arrivals(node, port) for node, port in self.ports.items()},
+            {node: self._slices(node, port) for node, port in self.ports.items()},
+            self._fits,
+        ).run(self.graph.module.graph, self.parameters)
+        return _Solved(self, options).choice()
+
+    def others(self, node: fx.Node) -> list[Placement]:
+        """The placements of a value on the axes before."""
+        return [choice.of(node) for choice in self.earlier]
+
+    def _arrivals(self, node: fx.Node, port: Port) -> tuple[Placement, ...]:
+        if port.kind is not Kind.PARAMETER:
+            return (REPLICATE,)
+        known = self.context.parameters.get(port.name)
+        if known is not None:
+            return (known[self.axis],)
+        wish = self.context.wishes.get(port.name)
+        if wish is not None and self.context.axes[self.axis].name == "tensor":
+            return (wish,)
+        n = self.ranks[-1]
+        shards = [Shard(d) for d, size in enumerate(port.shape) if size % n == 0 and size > 0]
+        return (REPLICATE, *(s for s in shards if fits(port.shape, [*self.others(node), s], self.ranks)))
+
+    def _slices(self, node: fx.Node, port: Port) -> tuple[Shard, ...]:
+        """Shards of the batch within what the axes before leave of it."""
+        if port.kind is not Kind.BATCH or not port.sharded or not port.shape:
+            return ()
+        outer = 1
+        for placement, ranks in zip(self.others(node), self.ranks, strict=False):
+            if placement == Shard(0, outer):
+                outer *= ranks
+        ok = port.shape[0] % (outer * self.ranks[-1]) == 0
+        return (Shard(0, outer),) if ok else ()
+
+    def _fits(self, node: fx.Node, row: Row) -> bool:
+        value = node.meta["val"]
+        made = value if isinstance(value, (tuple, list)) else (value,)
+        operands = [(t, row.outputs[i], [c.outputs[node][i] for c in self.earlier]) for i, t in enumerate(made)]
+        for i, feed in enumerate(tensor_inputs(node)):
+            operands.append((feed.meta["val"], row.inputs[i], [c.needs[node][i] for c in self.earlier]))
+        split = [entry for entry in operands if isinstance(entry[1], Shard) and entry[0] is not None]
+        return all(fits(t.shape, [*before, own], self.ranks) for t, own, before in split)
+
+
+class _Solved:
+    """Options to a `Problem`, and its answer to a `Choice`."""
+
+    def __init__(self, assignment: _Assignment, options: Options) -> None:
+        self.a = assignment
+        self.options = options
+        self.problem = Problem()
+        self.rows: dict[fx.Node, tuple[Row, ...]] = {n: tuple(options.rows[n]) for n in assignment.nodes}
+        self.members: dict[object, list[fx.Node]] = {}
+        self.key_of: dict[fx.Node, object] = {}
+        self.number: dict[object, int] = {}
+        self.weights = self._weights()
+
+    def _weights(self) -> set[fx.Node]:
+        """Parameters and what is computed of parameters alone."""
+        found = set(self.a.parameters)
+        for node in self.a.nodes:
+            feeds = [source_of(n)[0] for n in tensor_inputs(node)]
+            if feeds and all(n in found for n in feeds):
+                found.add(node)
+        return found
+
+    def choice(self) -> Choice:
+        self._group()
+        for key, members in self.members.items():
+            self.number[key] = self.problem.node(self._costs(members[0], len(members)))
+        self._values()
+        answer = self.problem.solve()
+        choice = Choice()
+        for node in self.a.ports:
+            choice.outputs[node] = (self._arrivals(node)[answer[self.number[self.key_of[node]]]],)
+            choice.needs[node] = ()
+        for node in self.a.graph.module.graph.nodes:
+            if node.op != "call_function":
+                continue
+            if node.target is operator.getitem:
+                choice.outputs[node], choice.needs[node] = (choice.of(node),), ()
+                continue
+            row = self.rows[node][answer[self.number[self.key_of[node]]]]
+            choice.outputs[node], choice.needs[node] = row.outputs, row.inputs
+            choice.rules[node] = self._reason(node, row)
+        return choice
+
+    def _arrivals(self, node: fx.Node) -> tuple[Placement, ...]:
+        found = self.options.parameters.get(node, self.options.inputs[node])
+        fixed = len(self.options.inputs[node]) == 1
+        return tuple(self.options.inputs[node]) if fixed else tuple(found)
+
+    def _reason(self, node: fx.Node, row: Row) -> str:
+        if node in self.options.free:
+            return "made in place"
+        if any(not isinstance(p, Replicate) for p in (*row.inputs, *row.outputs)):
+            return "table"
+        if node.target is whole:
+            return "gathered on purpose"
+        return "whole" if rule_of(node.target) is not None or len(self.rows[node]) > 1 else "replicated"
+
+    # ---------------------------------------------------------------- equal nodes
+
+    def _group(self) -> None:
+        """Nodes that compute the same in modules that differ only in numbers, at the same place in each."""
+        seen: dict[object, int] = {}
+        for node, port in self.a.ports.items():
+            pattern = _pattern(port.name) if port.kind is Kind.PARAMETER else node.name
+            self._put(node, (port.kind, pattern, port.shape, port.dtype, self._arrivals(node)))
+        for node in self.a.nodes:
+            own = (tag(node).module, tag(node).phase, str(node.target), _constants(node), self.rows[node])
+            place = seen[own] = seen.get(own, -1) + 1
+            path = tag(node).module
+            alone = node.name if not re.search(r"\d", path) else ""
+            shapes = tuple(tuple(n.meta["val"].shape) for n in tensor_inputs(node))
+            before = tuple(tuple(c.outputs[node]) for c in self.a.earlier)
+            self._put(node, (_pattern(path), *own[1:], place, alone, shapes, before))
+
+    def _put(self, node: fx.Node, key: object) -> None:
+        self.members.setdefault(key, []).append(node)
+        self.key_of[node] = key
+
+    # ---------------------------------------------------------------- costs
+
+    def _costs(self, node: fx.Node, times: int) -> list[float]:
+        if node in self.a.ports:
+            held = _HELD * nbytes(node.meta["val"]) if node in self.a.parameters else 0.0
+            return [held * times if isinstance(p, Replicate) else 0.0 for p in self._arrivals(node)]
+        share = 1.0
+        for choice, ranks in zip(self.a.earlier, self.a.ranks, strict=False):
+            if any(isinstance(p, Shard) for p in (*choice.needs[node], *choice.outputs[node])):
+                share /= ranks
+        value = node.meta["val"]
+        made = sum(map(nbytes, value)) if isinstance(value, (tuple, list)) else nbytes(value)
+        touched = made + sum(nbytes(n.meta["val"]) for n in tensor_inputs(node))
+        n = self.a.ranks[-1]
+        repeated = (_WORK * flops(node) + _TOUCHED * touched) * share * (n - 1) / n * times
+        return [
+            0.0 if any(isinstance(p, Shard) for p in (*r.inputs, *r.outputs)) else repeated for r in self.rows[node]
+        ]
+
+    def _values(self) -> None:
+        """Every value with its uses, equal ones once."""
+        uses: dict[tuple[object, int], dict[Use, None]] = {}
+        makers: dict[tuple[object, int], fx.Node] = {}
+        places: dict[Placement, int] = {}
+
+        def place(p: Placement) -> int:
+            return places.setdefault(p, len(places))
+
+        def use(value: fx.Node, user: int, wanted: Sequence[Placement]) -> None:
+            maker, index = source_of(value)
+            key = (self.key_of[maker], index)
+            makers.setdefault(key, maker)
+            uses.setdefault(key, {})[Use(user, tuple(map(place, wanted)))] = None
+
+        for node in self.a.nodes:
+            number = self.number[self.key_of[node]]
+            for i, feed in enumerate(tensor_inputs(node)):
+                use(feed, number, [row.inputs[i] for row in self.rows[node]])
+        by_name = {port.name: node for node, port in self.a.ports.items() if port.kind is Kind.PARAMETER}
+        for value, port in zip(self.a.graph.output_nodes(), self.a.graph.signature.outputs, strict=True):
+            if port.kind is Kind.GRADIENT and port.name in by_name:
+                parameter = by_name[port.name]
+                use(value, self.number[self.key_of[parameter]], self._arrivals(parameter))
+            else:
+                use(value, self.problem.node([0.0]), [REPLICATE])
+        for (key, index), found in uses.items():
+            maker = makers[key, index]
+            at = self._arrivals(maker) if maker in self.a.ports else tuple(r.outputs[index] for r in self.rows[maker])
+            wanted = {p for u in found for p in u.wanted}
+            moves = self._moves(maker, index, set(at), [p for p, number in places.items() if number in wanted])
+            times = len(self.members[key])
+            self.problem.values.append(
+                Value(
+                    self.number[key],
+                    tuple(map(place, at)),
+                    tuple(found),
+                    {(places[a], places[b]): cost * times for (a, b), cost in moves.items()},
+                )
+            )
+
+    def _moves(
+        self, maker: fx.Node, index: int, made: set[Placement], wanted: Sequence[Placement]
+    ) -> dict[tuple[Placement, Placement], float]:
+        value = maker.meta["val"]
+        value = value[index] if isinstance(value, (tuple, list)) else value
+        before = [choice.outputs[maker][index] for choice in self.a.earlier]
+        size = float(nbytes(value))
+        for placement, ranks in zip(before, self.a.ranks, strict=False):
+            size /= ranks if isinstance(placement, Shard) else 1
+        found = {}
+        for a in made:
+            for b in wanted:
+                if a == b or not (isinstance(b, Replicate) or fits(value.shape, [*before, b], self.a.ranks)):
+                    continue
+                sent = collectives.cost(a, b, int(size), self.a.ranks[-1])
+                if maker in self.weights:
+                    sent *= _WEIGHT_MOVED
+                moved = isinstance(a, Replicate)
+                found[a, b] = sent + (_TOUCHED * size if moved else _LATENCY)
+        return found
+
+
+def _pattern(path: str) -> str:
+    return re.sub(r"(?<![^.])\d+(?![^.])", "#", path)
+
+
+def _constants(node: fx.Node) -> str:
+    return str(fx.map_arg((node.args, node.kwargs), lambda n: None))

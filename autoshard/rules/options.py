@@ -1,0 +1,144 @@
+"""Every row that each node of a graph could take on one axis.
+
+Shards start at the graph's inputs and flow along the rules; a rule that splits a dim into equal pieces, such as the
+one of a fused q, k and v, asks its input for a strided shard, which flows back to the parameter that it comes from.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor, fx
+
+from autoshard.placement import PARTIAL, REPLICATE, Placement, Shard
+from autoshard.randomness import uniform_op
+from autoshard.rules import Op, Row, divides, make_op, replicated, rule_of, spread
+
+# What is asked of an operand: (node, operand, is it an output, its placement) to whether it goes with the other axes.
+Fits = Callable[[fx.Node, Row], bool]
+Source = tuple[fx.Node, int]  # a node and which of its outputs
+
+
+def tensor_inputs(node: fx.Node) -> list[fx.Node]:
+    """The nodes that feed tensors, in the order of the flattened arguments, repeats kept."""
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), lambda n: found.append(n) if isinstance(n.meta.get("val"), Tensor) else None)
+    return found
+
+
+def op_of(node: fx.Node) -> Op:
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+    return make_op(node.target, args, kwargs, node.meta.get("val"))
+
+
+def source_of(node: fx.Node) -> Source:
+    """Where a value is made: behind a getitem, the node with several outputs."""
+    if node.target is operator.getitem:
+        maker, index = node.args
+        assert isinstance(maker, fx.Node)
+        assert isinstance(index, int)
+        return maker, index
+    return node, 0
+
+
+@dataclass
+class Options:
+    """What a graph's nodes could do on one axis.
+
+    Args:
+        ranks: of the axis.
+        inputs: per placeholder, the placements that it may arrive in.
+        slices: per placeholder, shards of a whole value that cost nothing to take and whose flow is followed.
+        fits: whether a row of a node goes with what the other axes have chosen.
+    """
+
+    ranks: int
+    inputs: Mapping[fx.Node, tuple[Placement, ...]]
+    slices: Mapping[fx.Node, tuple[Shard, ...]]
+    fits: Fits
+    ops: dict[fx.Node, Op] = field(default_factory=dict)
+    rows: dict[fx.Node, dict[Row, None]] = field(default_factory=dict)
+    free: set[fx.Node] = field(default_factory=set)  # depend on no input
+    parameters: dict[fx.Node, dict[Placement, None]] = field(default_factory=dict)
+
+    def run(self, graph: fx.Graph, parameters: set[fx.Node]) -> Options:
+        nodes = [n for n in graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
+        self.parameters = {n: dict.fromkeys(self.inputs[n]) for n in parameters}
+        for node in nodes:
+            self.ops[node] = op_of(node)
+            self.rows[node] = {}
+            feeds = tensor_inputs(node)
+            if node.target is uniform_op or (len(self.ops[node].outputs) == 1 and all(f in self.free for f in feeds)):
+                self.free.add(node)
+        for _ in range(2):
+            for node in nodes:
+                self._forward(node)
+            for node in reversed(nodes):
+                self._backward(node)
+        for node in nodes:
+            self._forward(node)
+        return self
+
+    def available(self, node: fx.Node) -> list[Placement]:
+        """Placements in which a node's output may be made, or taken for nothing."""
+        maker, index = source_of(node)
+        if maker in self.parameters:
+            return list(self.parameters[maker])
+        if maker in self.inputs:
+            return [*self.inputs[maker], *self.slices.get(maker, ())]
+        return list(dict.fromkeys(row.outputs[index] for row in self.rows[maker]))
+
+    def _add(self, node: fx.Node, row: Row | None) -> None:
+        if row is not None and row not in self.rows[node] and self.fits(node, row):
+            self.rows[node][row] = None
+
+    def _forward(self, node: fx.Node) -> None:
+        op, rule = self.ops[node], rule_of(node.target)
+        self._add(node, replicated(op))
+        if rule is None:
+            return
+        feeds = [self.available(feed) for feed in tensor_inputs(node)]
+        for i, placements in enumerate(feeds):
+            for placement in placements:
+                if isinstance(placement, Shard):
+                    self._add(node, spread(rule, op, i, placement, False, self.ranks))
+        for linear in rule.linear(op):
+            if linear and all(i < len(feeds) and PARTIAL in feeds[i] for i in linear):
+                row = Row(
+                    tuple(PARTIAL if i in linear else REPLICATE for i in range(len(feeds))),
+                    (PARTIAL,) * len(op.outputs),
+                )
+                self._add(node, row)
+        if rule.spread is not None:
+            for d in range(op.outputs[0].dim() if op.outputs[0] is not None else 0):
+                self._add(node, self._made(node, Shard(d)))
+
+    def _made(self, node: fx.Node, shard: Shard) -> Row | None:
+        """The row by which a node makes its first output as `shard`."""
+        op, rule = self.ops[node], rule_of(node.target)
+        out = op.outputs[0]
+        if out is None or shard.dim >= out.dim():
+            return None
+        if node.target is uniform_op:
+            whole = (REPLICATE,) * len(op.inputs)
+            return Row(whole, (shard,)) if divides(out.shape[shard.dim], shard, self.ranks) else None
+        return spread(rule, op, 0, shard, True, self.ranks) if rule is not None else None
+
+    def _backward(self, node: fx.Node) -> None:
+        """What a node's rows want of its inputs is made there, where that is by a rule."""
+        feeds = tensor_inputs(node)
+        for row in list(self.rows[node]):
+            for feed, wanted in zip(feeds, row.inputs, strict=True):
+                maker, index = source_of(feed)
+                if not isinstance(wanted, Shard):
+                    continue
+                if maker in self.parameters:
+                    if wanted.outer > 1 and divides(maker.meta["val"].shape[wanted.dim], wanted, self.ranks):
+                        self.parameters[maker].setdefault(wanted)
+                elif maker in self.rows and index == 0 and (maker in self.free or self._is_strided(feed, wanted)):
+                    self._add(maker, self._made(maker, wanted))
+
+    def _is_strided(self, feed: fx.Node, wanted: Shard) -> bool:
+        return wanted.outer > 1 and wanted not in self.available(feed)
