@@ -6,6 +6,7 @@ Functions that begin with an underscore and take no fixture run on the ranks.
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -106,6 +107,67 @@ def test_two_axes_train_and_evaluate_as_one_device(optimizer: Any, fields: dict[
         assert "axes (data, tensor)" in found["explained"]
 
 
+# ---------------------------------------------------------------- from mesh to mesh
+
+RULES = {"0.weight": autoshard.Shard(0, 3), "0.bias": autoshard.Shard(0, 3), "3": "row", "2": "replicate"}
+
+
+def _on(mesh: Mesh, zero: int) -> autoshard.Step:
+    rules = RULES if mesh.tensor > 1 else {}
+    plan = Plan(mesh=mesh, zero=zero, backend="debug", device="cpu", rules=rules)
+    return autoshard.parallelize(_model, plan, loss=_loss, optimizer=ADAMW)
+
+
+def _saved(path: str) -> dict[str, str]:
+    step = _on(Mesh(data=2, tensor=2), 3)
+    batch = _mine(_batch(8, 0))
+    state, _ = step(step.init(batch), batch)
+    step.save(state, path)
+    return {name: str(p.placements) for name, p in state.params.items()}
+
+
+def _loaded(path: str, mesh: Mesh, zero: int, again: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What was saved, and the parameters after one more step."""
+    step = _on(mesh, zero)
+    state = step.load(path)
+    step.save(state, again)
+    loaded = {name: state.full(name) for name in state.params}
+    state, _ = step(state, reference.rank_slice(_batch(8, 1), step.runtime.data_coordinate, mesh.data))
+    return loaded, {name: state.full(name) for name in state.params}
+
+
+def test_a_run_goes_on_from_mesh_to_mesh_under_the_rules_of_its_plan(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    batches = [_batch(8, 0), _batch(8, 1)]
+    after_one = reference.train(_model(), batches[:1], reference.Recipe(optimizer=ADAMW), _loss).parameters
+    after_two = reference.train(_model(), batches, reference.Recipe(optimizer=ADAMW), _loss).parameters
+    for placed in run_ranks(_saved, 4, f"{tmp_path}/0"):
+        assert placed["0.weight"] == "(Shard(dim=1), _StridedShard(dim=0, sf=3))"
+        assert placed["0.bias"] == "(Replicate(), _StridedShard(dim=0, sf=3))"
+        assert placed["3.weight"] == "(Shard(dim=0), Shard(dim=1))"
+        assert placed["2.weight"] == "(Shard(dim=0), Replicate())"
+    meshes = [(Mesh(data=4), 2), (Mesh(data=1, tensor=2), 0), (Mesh(data=1), 3), (Mesh(data=2, tensor=2), 1)]
+    bits: list[dict[str, Tensor]] = []
+    for number, (mesh, zero) in enumerate(meshes):
+        path, again = f"{tmp_path}/{number}", f"{tmp_path}/{number + 1}"
+        for loaded, stepped in run_ranks(_loaded, mesh.size, path, mesh, zero, again):
+            bits.append(loaded)
+            assert reference.worst(loaded, after_one)[0] < 1e-9
+            assert reference.worst(stepped, after_two)[0] < 1e-6
+    assert all(torch.equal(found[name], bits[0][name]) for found in bits for name in bits[0])
+
+
+def _verified() -> tuple[bool, str]:
+    plan = Plan(mesh=Mesh(data=2, tensor=2), zero=3, backend="debug", device="cpu", rules=RULES, clip_norm=0.1)
+    report = autoshard.verify(_model(), plan, _batch(8), loss=_loss, optimizer=ADAMW, steps=2)
+    return report.ok, str(report)
+
+
+def test_verify_compares_a_plan_of_two_axes_with_one_device() -> None:
+    for ok, text in run_ranks(_verified, 4):
+        assert ok, text
+
+
 # ---------------------------------------------------------------- what ranks must share
 
 
@@ -144,7 +206,7 @@ def test_ranks_of_one_data_coordinate_must_evaluate_as_many_rows() -> None:
 
 
 def _flipped(kind: str, name: str, when: int) -> None:
-    step = _step(zero=1, check_replicas=2)
+    step = _step(zero=1, check_replicas=2, rules={"0": "replicate"})
     state = step.init(_mine(_batch(8)))
     for number in range(4):
         if number == when and dist.get_rank() == 2:
