@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import autoshard
 from autoshard import batch as batches
-from autoshard import checkpoint, runtime, stateinit
+from autoshard import checkpoint, replicas, runtime, stateinit
 from autoshard.batch import BatchSpec
 from autoshard.capture import Loss, Modules, call_model, capture_evaluation, capture_forward, capture_training
 from autoshard.engine import Engine, Evaluation, Training
@@ -269,6 +269,7 @@ class Step:
                 captured = capture_forward(self.modules, batch[0], batch[1], ranks=ranks, device=device)
             else:
                 captured = capture_evaluation(self.modules, self.loss, batch, ranks=ranks, device=device)
+            replicas.check_batch(self.runtime, spec, batch)
             self._others[kind, spec] = self.engine.build_evaluation(kind, captured, spec, self.context, compiled)
         return self._others[kind, spec]
 

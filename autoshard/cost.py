@@ -175,9 +175,9 @@ def _ranks(op: str, node: fx.Node) -> int:
             return int(args[2])
         case "all_to_all_single":
             return len(args[1])
-    # all_reduce does not say; the group's name does: autoshard:cpu:data2xtensor2:data
+    # all_reduce does not say; the group's name does: autoshard:cpu:data2-tensor2:data
     _, _, shape, axis = str(node.args[-1]).split(":")
-    return next(int(part.removeprefix(axis)) for part in shape.split("x") if part.startswith(axis))
+    return next(int(part.removeprefix(axis)) for part in shape.split("-") if part.startswith(axis))
 
 
 def _size(t: Tensor) -> int:

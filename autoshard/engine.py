@@ -13,15 +13,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autoshard import batch as batches
-from autoshard import collectives, compat
+from autoshard import compat, moves, replicas
 from autoshard.batch import BatchSpec
 from autoshard.capture import Captured, Term
 from autoshard.compat import pytree
 from autoshard.compile import Compiled, compile_graph
+from autoshard.errors import DivergenceError
 from autoshard.manager import PassContext, run_passes
 from autoshard.optim import Binding, EagerUpdate, LocalShard, Mode
 from autoshard.passes.accumulate import accumulator
-from autoshard.placement import Partial, Shard
+from autoshard.placement import REPLICATE, Partial, Shard
 from autoshard.plan import Plan
 from autoshard.program import Graph, Kind, Placements, Port, Program, Signature
 from autoshard.retrace import clean, copied
@@ -112,6 +113,8 @@ class Engine:
         self.binding = binding
         self.schedule = schedule
         self.eager = EagerUpdate(binding) if binding is not None and binding.mode is not Mode.GRAPH else None
+        self.steps = 0  # taken in this process
+        self.checked: set[BatchSpec] = set()  # of batches that were compared between the ranks that must share them
         self.coordinates = dict(zip((axis.name for axis in runtime.axes), runtime.coordinates, strict=True))
 
     # ---------------------------------------------------------------- building
@@ -141,6 +144,7 @@ class Engine:
     # ---------------------------------------------------------------- running
 
     def step(self, training: Training, state: State, batch: Any) -> tuple[State, Metrics]:
+        self._check(training, state, batch)
         values, buffers, rng = self._micro_batches(training, state, batch)
         gradients = {port.name: values[port] for port in training.gradients}
         changed: dict[Key, Tensor] = {("buffers", name): value for name, value in buffers.items()}
@@ -150,17 +154,33 @@ class Engine:
         metrics["grad_norm"], metrics["lr"] = norm, lr
         return state.donate(changed), metrics
 
+    def _check(self, training: Training, state: State, batch: Any) -> None:
+        """That ranks hold the same where they must, before anything is changed.
+
+        Raises:
+            DivergenceError: they do not.
+        """
+        every = self.plan.check_replicas
+        due = every is not None and self.steps % every == 0
+        self.steps += 1
+        if due or training.spec not in self.checked:
+            self.check_batch(training.spec, batch)
+        if due:
+            replicas.check_state(self.runtime, state)
+
+    def check_batch(self, spec: BatchSpec, batch: Any) -> None:
+        self.checked.add(spec)
+        replicas.check_batch(self.runtime, spec, batch)
+
     def gradients(self, training: Training, state: State, batch: Any) -> tuple[Metrics, dict[str, DTensor]]:
+        if training.spec not in self.checked:
+            self.check_batch(training.spec, batch)
         values, _, _ = self._micro_batches(training, state, batch)
-        found = {}
+        found, axes = {}, self.runtime.axes
         for port in training.gradients:
-            local, placements = values[port], list(port.placements)
-            for i, axis in enumerate(self.runtime.axes):
-                if isinstance(placements[i], Partial):
-                    local = collectives.all_reduce(local, axis)
-                    placements[i] = state.layout.layouts["rng",].placements[i]
-            layout = Layout(port.shape, port.dtype, tuple(placements))
-            found[port.name] = state.layout.as_dtensor(layout, local)
+            reduced = tuple(REPLICATE if isinstance(p, Partial) else p for p in port.placements)
+            local = moves.change(values[port], axes, port.placements, reduced, port.shape, self.runtime.coordinates)
+            found[port.name] = state.layout.as_dtensor(Layout(port.shape, port.dtype, reduced), local)
         return self._metrics(training, values), found
 
     def _micro_batches(
@@ -274,39 +294,39 @@ class Engine:
         return norm, lr
 
     def _eager_update(self, signature: Signature, state: State, reduced: list[Tensor], before: int) -> None:
-        """The optimizer's own step on shards; parameters that are whole at rest are gathered again."""
+        """The optimizer's own step on shards; parameters that are whole on the data axis are gathered again."""
         assert self.eager is not None
-        axes = self.runtime.axes
+        axes, coordinates = self.runtime.axes, self.runtime.coordinates
         params: dict[str, LocalShard] = {}
         grads: dict[str, Tensor] = {}
         slots: dict[str, dict[str, Tensor]] = {}
-        gather: list[tuple[str, int, Shard, LocalShard]] = []
+        moved: list[Port] = []
         ports = [port for _, port in signature.find_outputs(Kind.GRADIENT)]
         for port, gradient in zip(ports, reduced, strict=True):
-            at_rest = state.layout.layouts["params", port.name]
-            local = state.local(("params", port.name))
-            where = next(((i, p) for i, p in enumerate(port.placements) if isinstance(p, Shard)), None)
-            if where is None:
-                shard = LocalShard(local, port.shape)
-            else:
-                i, placement = where
-                whole = not isinstance(at_rest.placements[i], Shard)
-                if whole:
-                    local = collectives.take_shard(local, axes[i], placement, self.runtime.coordinates[i])
-                group = self.runtime.device_mesh.get_group(axes[i].name)
-                coordinate = state.layout.coordinates[axes[i].name]
-                shard = LocalShard(local, port.shape, placement.dim, axes[i].ranks, coordinate, group)
-                if whole:
-                    gather.append((port.name, i, placement, shard))
-            params[port.name], grads[port.name] = shard, gradient
+            at_rest = state.layout.layouts["params", port.name].placements
+            held = state.local(("params", port.name))
+            local = moves.change(held, axes, at_rest, port.placements, port.shape, coordinates)
+            if at_rest != port.placements:
+                moved.append(port)
+            split = [i for i, p in enumerate(port.placements) if isinstance(p, Shard)]
+            params[port.name] = LocalShard(
+                local,
+                port.shape,
+                tuple(port.placements[i] for i in split),
+                tuple(axes[i].ranks for i in split),
+                tuple(state.layout.coordinates[axes[i].name] for i in split),
+                self.runtime.group_of(split),
+            )
+            grads[port.name] = gradient
             slots[port.name] = {
                 key[2]: state.local(key) for key in state.layout.layouts if key[:2] == ("optimizer", port.name)
             }
         factor = 1.0 if self.schedule is None else float(self.schedule(before))
         self.eager.step(params, grads, slots, lr_factor=factor, first=before == 0)
-        for name, i, placement, shard in gather:
-            target = state.local(("params", name))
-            target.copy_(collectives.all_gather(shard.local, axes[i], placement, shard.shape[placement.dim]))
+        for port in moved:
+            at_rest = state.layout.layouts["params", port.name].placements
+            new = moves.change(params[port.name].local, axes, port.placements, at_rest, port.shape, coordinates)
+            state.local(("params", port.name)).copy_(new)
 
     # ---------------------------------------------------------------- metrics
 
@@ -401,12 +421,25 @@ class Engine:
             yield batches.all_replicated(batches.take_rows(whole, start, stop)), stop - start, False
 
     def _sizes(self, rows: int) -> list[int]:
+        """The rows of each data rank; ranks that differ on the other axes only have the same ones.
+
+        Raises:
+            DivergenceError: they have not.
+        """
         found = torch.empty(dist.get_world_size(), dtype=torch.int64)
         compat.all_gather(found, torch.tensor([rows]), self.runtime.control)
-        return [int(found[rank]) for rank in range(dist.get_world_size())]
+        sizes: dict[int, tuple[int, int]] = {}
+        for rank, size in enumerate(found.tolist()):
+            first, expected = sizes.setdefault(self.runtime.mesh.coordinates(rank)["data"], (rank, size))
+            if size != expected:
+                raise DivergenceError(
+                    f"evaluate: rank {first} has {expected} samples and rank {rank} has {size}, though they have the "
+                    "same data coordinate; give both the same rows (autoshard.data.data_rank says which)"
+                )
+        return [sizes[data][1] for data in range(self.runtime.data_ranks)]
 
     def _gathered(self, rest: Any) -> Any:
-        """Every rank's rows, in rank order, on every rank."""
+        """Every data rank's rows, in their order, on every rank."""
         parts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(
             parts, pytree.tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, rest), group=self.runtime.control
@@ -416,7 +449,8 @@ class Engine:
             first = leaves[0]
             return torch.cat(leaves) if isinstance(first, Tensor) and first.dim() > 0 else first
 
-        return pytree.tree_map(joined, *parts, is_leaf=lambda x: isinstance(x, batches.Replicated))
+        slices = [parts[rank] for rank in self.runtime.peers("data")]
+        return pytree.tree_map(joined, *slices, is_leaf=lambda x: isinstance(x, batches.Replicated))
 
 
 def _means(

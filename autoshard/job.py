@@ -260,8 +260,12 @@ class Job:
     @property
     def what(self) -> str:
         """Model, plan and place in a few words."""
-        ranks = self.place.data_ranks
-        where = f"{ranks} rank{'s' if ranks > 1 else ''} ({self.place.device.type}, {dist.get_backend()})"
+        mesh = self.place.mesh
+        axes = " x ".join(f"{name}={size}" for name, size in mesh.axes if size > 1)
+        split = f" ({axes})" if mesh.size > mesh.axis("data") else ""
+        where = (
+            f"{mesh.size} rank{'s' if mesh.size > 1 else ''}{split} ({self.place.device.type}, {dist.get_backend()})"
+        )
         model = str(self.config.model._target_).rpartition(".")[2]
         return f"{model}, ZeRO-{self.config.plan.zero} on {where}, {self.config.plan.backend}"
 

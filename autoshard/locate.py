@@ -18,11 +18,12 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from autoshard import batch as batches
+from autoshard import moves
 from autoshard.api import Step
 from autoshard.compile import compile_graph
 from autoshard.engine import Executable, Training
 from autoshard.passes.place import redistribute
-from autoshard.placement import Partial, Shard
+from autoshard.placement import REPLICATE, Partial, Shard
 from autoshard.program import TAG, Graph, Kind, Placements, Program, Tag, tag
 from autoshard.state import State
 
@@ -290,7 +291,9 @@ class Finder:
 
     def _together(self, local: Tensor, placements: Placements, shape: tuple[int, ...] | None) -> Tensor:
         mesh, axes = self.step.runtime.device_mesh, self.step.runtime.axes
-        for placement, axis in reversed(list(zip(placements, axes, strict=False))):
+        left = list(placements)
+        for i, axis in reversed(list(enumerate(axes[: len(placements)]))):
+            placement, left[i] = moves.within(left, axes, i), REPLICATE
             parts = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(axis.ranks)]
             dist.all_gather(parts, local.contiguous(), group=mesh.get_group(axis.name))
             if isinstance(placement, Partial):

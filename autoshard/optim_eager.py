@@ -1,12 +1,14 @@
 """Steps for optimizer classes without a rule of ours: the class's own eager step, exact on sharded state.
 
-In mode SHARD each rank steps the parts that it holds. In mode OWNER each parameter has one owner rank: one
-all-to-all brings the owner its whole parameters, gradients and state, the owner steps them, and a second
-all-to-all takes the parts back. Both run in buckets, so that no rank ever holds the whole model.
+In mode SHARD each rank steps the parts that it holds. In mode OWNER each parameter has one owner among the ranks over
+which it is split, on however many axes: one all-to-all brings the owner its whole parameters, gradients and state, the
+owner steps them, and a second all-to-all takes the parts back. Both run in buckets, so that no rank ever holds the
+whole model.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import pad
 
 from autoshard.optim_binding import Binding, Mode, SlotTemplate
-from autoshard.placement import shard_bounds, shard_length
+from autoshard.placement import Ranges, owned, put, take, without_padding
+from autoshard.program import Placements
 
 Slots = Mapping[str, Mapping[str, Tensor]]
 
@@ -29,44 +31,65 @@ class LocalShard:
     """What one rank holds of one parameter.
 
     Args:
-        local: the padded part, ceil(size / ranks) along `dim`, zeros at the end; the whole tensor if replicated.
+        local: the padded part, zeros at the end; the whole tensor if replicated.
         shape: global shape.
-        dim: the sharded dim, None for replicated.
-        ranks: ranks of the axis that it is sharded over; 1 if replicated.
-        coordinate: this rank's place on that axis, which is also its rank in `group`.
-        group: the axis's process group; None if replicated, or for the default group.
+        placements: of the axes that split it, the outermost first; () if replicated.
+        ranks: of each of those axes.
+        coordinate: this rank's place on each of them.
+        group: the process group of all ranks on those axes, the last axis innermost; None if replicated, or for the
+            default group.
     """
 
     local: Tensor
     shape: tuple[int, ...]
-    dim: int | None = None
-    ranks: int = 1
-    coordinate: int = 0
+    placements: Placements = ()
+    ranks: tuple[int, ...] = ()
+    coordinate: tuple[int, ...] = ()
     group: dist.ProcessGroup | None = None
 
     @property
     def sharded(self) -> bool:
-        return self.dim is not None and self.ranks > 1
+        return self.members > 1
+
+    @property
+    def members(self) -> int:
+        """The number of ranks in `group`."""
+        return math.prod(self.ranks)
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in `group`."""
+        found = 0
+        for n, coordinate in zip(self.ranks, self.coordinate, strict=True):
+            found = found * n + coordinate
+        return found
+
+    def _held(self, member: int) -> list[Ranges]:
+        where: list[int] = []
+        for n in reversed(self.ranks):
+            member, coordinate = divmod(member, n)
+            where.insert(0, coordinate)
+        return owned(self.shape, self.placements, self.ranks, where)
 
     def valid(self, padded: Tensor) -> Tensor:
         """The view of `padded`, a tensor that lies as `local` does, that is not padding."""
-        if self.dim is None:
-            return padded
-        start, end = shard_bounds(self.shape[self.dim], self.ranks, self.coordinate)
-        return padded.narrow(self.dim, 0, end - start)
+        return without_padding(padded, self._held(self.rank))
 
     def whole(self, parts: Sequence[Tensor]) -> Tensor:
-        """The global tensor from every rank's padded part."""
-        assert self.dim is not None
-        return torch.cat(list(parts), self.dim).narrow(self.dim, 0, self.shape[self.dim]).contiguous()
+        """The global tensor from the padded part of every rank of the group, in its order."""
+        found = parts[0].new_empty(self.shape)
+        for member, part in enumerate(parts):
+            put(found, self._held(member), part)
+        return found
 
     def parts(self, whole: Tensor) -> list[Tensor]:
-        """The padded part of each rank."""
-        assert self.dim is not None
-        length = shard_length(self.shape[self.dim], self.ranks)
-        missing = length * self.ranks - self.shape[self.dim]
-        padding = [0, 0] * (whole.dim() - 1 - self.dim) + [0, missing]
-        return list(pad(whole, padding).chunk(self.ranks, self.dim)) if length else [whole] * self.ranks
+        """The padded part of each rank of the group."""
+        found = []
+        for member in range(self.members):
+            part, ranges = whole.new_zeros(self.local.shape), self._held(member)
+            without_padding(part, ranges).copy_(take(whole, ranges))
+            found.append(part)
+        return found
 
 
 class EagerUpdate:
@@ -92,7 +115,7 @@ class EagerUpdate:
         lr_factor: float,
         first: bool,
     ) -> None:
-        """One update, in place in `params` and `slots`; every rank of the axis calls it alike.
+        """One update, in place in `params` and `slots`; every rank calls it alike.
 
         Args:
             params: the parameters that have a gradient. Those in no group, and those without elements, stay.
@@ -115,8 +138,9 @@ class EagerUpdate:
             for name in here
         }
         self._step_tensors(params, held, local_grads, local_slots, lr_factor, first)
-        for owned in _assign_owners({n: params[n] for n in names if n not in held}, self._bucket_bytes):
-            self._step_owned(owned, params, grads, slots, lr_factor, first)
+        for group in _by_group({n: params[n] for n in names if n not in held}):
+            for each in _assign_owners(group, self._bucket_bytes):
+                self._step_owned(each, params, grads, slots, lr_factor, first)
 
     def _templates(self, name: str, shard: LocalShard) -> tuple[SlotTemplate, ...]:
         key = (name, shard.shape, shard.local.dtype)
@@ -156,16 +180,16 @@ class EagerUpdate:
 
     def _step_owned(
         self,
-        owned: list[list[str]],
+        owners: list[list[str]],
         params: Mapping[str, LocalShard],
         grads: Mapping[str, Tensor],
         slots: Slots,
         lr_factor: float,
         first: bool,
     ) -> None:
-        """Steps one bucket; `owned[r]` are the parameters that rank r steps."""
-        some = params[next(name for names in owned for name in names)]
-        templates = {name: self._templates(name, params[name]) for names in owned for name in names}
+        """Steps one bucket; `owners[r]` are the parameters that rank r steps."""
+        some = params[next(name for names in owners for name in names)]
+        templates = {name: self._templates(name, params[name]) for names in owners for name in names}
         sharded = {name: [t.name for t in templates[name] if t.like_parameter] for name in templates}
         small = {name: [t.name for t in templates[name] if not t.like_parameter] for name in templates}
 
@@ -173,24 +197,24 @@ class EagerUpdate:
             # At the first update the state that travels holds nothing yet; it goes along for its shape.
             return [params[name].local, grads[name], *(slots[name][key] for key in sharded[name])]
 
-        outgoing = [[part for name in names for part in parts_of(name)] for names in owned]
-        received = iter(zip(*_exchange(outgoing, [outgoing[some.coordinate]] * some.ranks, some.group), strict=True))
+        outgoing = [[part for name in names for part in parts_of(name)] for names in owners]
+        received = iter(zip(*_exchange(outgoing, [outgoing[some.rank]] * some.members, some.group), strict=True))
         whole: dict[str, Tensor] = {}
         whole_grads: dict[str, Tensor] = {}
         state: dict[str, dict[str, Tensor]] = {}
-        for name in owned[some.coordinate]:
+        for name in owners[some.rank]:
             whole[name], whole_grads[name], *rest = [params[name].whole(next(received)) for _ in parts_of(name)]
             state[name] = dict(zip(sharded[name], rest, strict=True)) | {k: slots[name][k] for k in small[name]}
         self._step_tensors(params, whole, whole_grads, state, lr_factor, first)
 
-        results: list[list[Tensor]] = [[] for _ in range(some.ranks)]
+        results: list[list[Tensor]] = [[] for _ in range(some.members)]
         for name in whole:
             shares = [params[name].parts(t) for t in (whole[name], *(state[name][key] for key in sharded[name]))]
             for rank, result in enumerate(results):
                 result += [share[rank] for share in shares] + [state[name][key] for key in small[name]]
         targets = [
             [t for n in names for t in (params[n].local, *(slots[n][key] for key in sharded[n] + small[n]))]
-            for names in owned
+            for names in owners
         ]
         for held, new in zip(targets, _exchange(results, targets, some.group), strict=True):
             for target, value in zip(held, new, strict=True):
@@ -204,14 +228,17 @@ def _as_kept(template: SlotTemplate, slot: Tensor) -> Any:
     return slot.cpu() if template.name == "step" and template.shape == () else slot
 
 
+def _by_group(params: Mapping[str, LocalShard]) -> list[dict[str, LocalShard]]:
+    """The parameters by the ranks that hold their parts, in an order that is the same on all ranks."""
+    found: dict[Any, dict[str, LocalShard]] = {}
+    for name, shard in params.items():
+        found.setdefault((shard.ranks, shard.coordinate, shard.group), {})[name] = shard
+    return list(found.values())
+
+
 def _assign_owners(params: Mapping[str, LocalShard], bucket_bytes: int) -> Iterator[list[list[str]]]:
     """Buckets of, for each rank, the names of the parameters that it steps: the next to whom has fewest bytes."""
-    if not params:
-        return
-    axes = {(shard.ranks, shard.coordinate, shard.group) for shard in params.values()}
-    if len(axes) > 1:
-        raise ValueError(f"the parameters are sharded over {len(axes)} different axes; valid: one")
-    ranks = next(iter(axes))[0]
+    ranks = next(iter(params.values())).members
     loads = [0] * ranks
     bucket: list[list[str]] = [[] for _ in range(ranks)]
     inside = 0

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -51,6 +51,33 @@ class Runtime:
     @property
     def data_coordinate(self) -> int:
         return self.mesh.coordinates(self.rank)["data"]
+
+    def peers(self, *names: str) -> list[int]:
+        """The ranks that differ from this one on the axes `names` only, in the order of the mesh."""
+        return self._peers_of(self.rank, names)
+
+    def _peers_of(self, rank: int, names: Sequence[str]) -> list[int]:
+        own = self.mesh.coordinates(rank)
+        fixed = {name: at for name, at in own.items() if name not in names}
+        return [r for r in range(self.mesh.size) if fixed.items() <= self.mesh.coordinates(r).items()]
+
+    def group_of(self, axes: Sequence[int]) -> dist.ProcessGroup | None:
+        """The group of all ranks on some of `self.axes`, by position; None for the default group.
+
+        Made when it is first asked for, so every rank asks alike.
+        """
+        names = tuple(self.axes[i].name for i in axes)
+        if len(names) in (0, len(self.axes)):
+            return None
+        if len(names) == 1:
+            return self.device_mesh.get_group(names[0])
+        key = (names, self.mesh, id(dist.group.WORLD))
+        if key not in _joint_groups:
+            every = {tuple(self._peers_of(rank, names)) for rank in range(self.mesh.size)}
+            group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in sorted(every)])
+            assert isinstance(group, dist.ProcessGroup)
+            _joint_groups[key] = group
+        return _joint_groups[key]
 
     def agree(self, text: str, advice: Mapping[str, str] | None = None) -> None:
         """Every rank calls this with the same text, or every rank gets an error that names who differs.
@@ -116,6 +143,7 @@ def _difference(a: str, b: str) -> tuple[str, str]:
 
 _device_meshes: dict[tuple[object, ...], DeviceMesh] = {}
 _control_groups: dict[int, dist.ProcessGroup] = {}
+_joint_groups: dict[tuple[object, ...], dist.ProcessGroup] = {}
 
 
 def start(plan: Plan) -> Runtime:
@@ -134,7 +162,7 @@ def start(plan: Plan) -> Runtime:
             device.type, tuple(size for _, size in used), mesh_dim_names=tuple(name for name, _ in used)
         )
     device_mesh = _device_meshes[key]
-    shape = "x".join(f"{name}{size}" for name, size in used)
+    shape = "-".join(f"{name}{size}" for name, size in used)
     axes = []
     for name, size in used:
         if size == 1:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -207,8 +206,10 @@ class State:
         section = self.buffers if name in self.buffers else self.params
         if name not in section:
             raise unknown_entry("parameter or buffer", name, [*self.params, *self.buffers])
-        whole = section[name].full_tensor()
-        return whole.clone() if dist.get_world_size() == 1 else whole
+        shard = section[name]
+        whole: Tensor = shard.full_tensor()
+        # What is whole at rest comes as it is, and the next step writes there.
+        return whole.clone() if whole.data_ptr() == shard.to_local().data_ptr() else whole
 
     def __repr__(self) -> str:
         if self._tensors is None:

@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from autoshard import optim
+from autoshard import moves, optim, runtime
 from autoshard.errors import OptimizerError
 from autoshard.optim import Binding, EagerUpdate, LocalShard, Mode, bind
-from autoshard.placement import shard_bounds, shard_length
+from autoshard.placement import REPLICATE, Shard, local_shape, owned, shard_bounds, shard_length, take, without_padding
+from autoshard.plan import Mesh, Plan
 from tests.multirank.runner import run_ranks
 
 SHAPES: dict[str, tuple[int, ...]] = {"w": (5, 7), "tall": (9, 3), "bias": (3,), "one": (1,), "scalar": ()}
@@ -498,7 +499,7 @@ def _run_eager(factory: Any, shapes: dict[str, tuple[int, ...]], dim: int, steps
         return _padded_part(whole, dim, ranks, rank) if whole.dim() > dim else whole.clone()
 
     params = {
-        name: LocalShard(place(whole), shapes[name], dim, ranks, rank)
+        name: LocalShard(place(whole), shapes[name], (Shard(dim),), (ranks,), (rank,))
         if whole.dim() > dim
         else LocalShard(whole, shapes[name])
         for name, whole in _start(shapes).items()
@@ -563,6 +564,62 @@ def test_eager_steps_on_ranks_equal_one_process(
         for name, theirs in expected_state.items():
             assert list(state[name]) == list(theirs)
             _assert_close(state[name], {k: torch.as_tensor(v) for k, v in theirs.items()})
+
+
+TWO_AXES = {
+    "w": (Shard(1), Shard(0)),
+    "v": (Shard(0, 2), Shard(0)),
+    "only": (REPLICATE, Shard(0, 2)),
+    "padded": (Shard(1), REPLICATE),
+    "whole": (REPLICATE, REPLICATE),
+}
+ON_TWO_AXES: dict[str, tuple[int, ...]] = {"w": (4, 6), "v": (8, 3), "only": (8, 5), "padded": (4, 5), "whole": (3, 3)}
+
+
+def _run_on_two_axes(factory: Any, steps: int) -> Any:
+    """As `_run_eager`, on a mesh of 2 x 2 with the placements of `TWO_AXES`."""
+    here = runtime.start(Plan(mesh=Mesh(data=2, tensor=2), device="cpu"))
+    where = [int(c) for c in here.coordinates]
+    binding = bind(factory, _named(ON_TWO_AXES))
+    update = EagerUpdate(binding)
+
+    def place(name: str, x: Tensor) -> Tensor:
+        part = torch.zeros(local_shape(x.shape, TWO_AXES[name], (2, 2)), dtype=x.dtype)
+        ranges = owned(x.shape, TWO_AXES[name], (2, 2), where)
+        without_padding(part, ranges).copy_(take(x, ranges))
+        return part
+
+    params: dict[str, LocalShard] = {}
+    for name, x in _start(ON_TWO_AXES).items():
+        split = [i for i, p in enumerate(TWO_AXES[name]) if p != REPLICATE]
+        params[name] = LocalShard(
+            place(name, x),
+            tuple(x.shape),
+            tuple(TWO_AXES[name][i] for i in split),
+            (2,) * len(split),
+            tuple(where[i] for i in split),
+            here.group_of(split),
+        )
+    slots = {
+        name: {
+            t.name: place(name, torch.zeros(t.shape, dtype=t.dtype))
+            if t.like_parameter
+            else torch.zeros(t.shape, dtype=t.dtype)
+            for t in binding.slot_templates(name, shape, torch.float64)
+        }
+        for name, shape in ON_TWO_AXES.items()
+    }
+    for step in range(steps):
+        grads = {name: place(name, grad) for name, grad in _gradient(ON_TWO_AXES, step).items()}
+        update.step(params, grads, slots, lr_factor=_factor(step), first=step == 0)
+    return {name: moves.whole(shard.local, here.axes, TWO_AXES[name], shard.shape) for name, shard in params.items()}
+
+
+@pytest.mark.parametrize("kind", [T.Adamax, T.Adafactor, _Lamb], ids=lambda v: v.__name__)
+def test_eager_steps_are_exact_where_two_axes_split_a_parameter(kind: type[Any]) -> None:
+    expected, _ = _run_torch(kind, ON_TWO_AXES, steps=3)
+    for found in run_ranks(_run_on_two_axes, 4, kind, 3):
+        _assert_close(found, expected)
 
 
 def _groups_of_two(named: Any) -> torch.optim.Optimizer:

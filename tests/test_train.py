@@ -22,7 +22,8 @@ from omegaconf import DictConfig
 
 from autoshard import compat, job, train
 from autoshard.conf import schema
-from autoshard.plan import Mesh, Plan, Zero
+from autoshard.placement import Shard
+from autoshard.plan import Mesh, Plan, Tensor, Zero
 from autoshard.report import Progress, plot_losses, read_metrics
 
 pytestmark = pytest.mark.timeout(240)
@@ -233,6 +234,9 @@ def test_a_mistake_is_said_once_for_all_ranks(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["plan.zeroo=2"], r"plan\.zeroo does not exist; did you mean plan\.zero\?"),
+        (["plan.tensor.sequnce=true"], r"plan\.tensor\.sequnce does not exist; did you mean plan\.tensor\.sequence\?"),
+        (["+plan.tensor.seq=true"], r"plan\.tensor\.seq does not exist; did you mean plan\.tensor\.sequence\?"),
+        (["mesh.data=1", "plan.tensor.sequence=true"], r"tensor\.sequence.*tensor=1"),
         (["+plan.zz=1"], r"plan\.zz does not exist; did you mean plan\.zero\?"),
         (["model.layrs=4"], r"did you mean model\.layers\?"),
         (["+model.layrs=4"], r"did you mean model\.layers\?"),
@@ -320,8 +324,26 @@ def test_the_plan_is_what_the_configuration_says() -> None:
             "config",
             ["plan=zero2", "plan.persistence_threshold=9", "mesh.data=4", "plan.accumulate=3", "plan.clip_norm=null"],
         )
+        split = compose(
+            "config",
+            [
+                "mesh.tensor=2",
+                "plan.tensor.sequence=true",
+                "plan.rules={*.q:column,*.o.weight:1}",
+                "plan.check_replicas=10",
+            ],
+        )
     expected = Plan(zero=Zero(stage=2, persistence_threshold=9), mesh=Mesh(data=4), accumulate=3)
     assert schema.plan_of(config) == expected
+    schema.check(split)
+    assert schema.plan_of(split) == Plan(
+        zero=3,
+        mesh=Mesh(tensor=2),
+        tensor=Tensor(sequence=True),
+        rules={"*.q": "column", "*.o.weight": Shard(1)},
+        check_replicas=10,
+        clip_norm=1.0,
+    )
 
 
 TEXT = ["data.sequence=8", "data.megabytes=0.1", "data.heldout_samples=4"]
