@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +14,8 @@ from torch import Tensor
 
 from autoshard.compat import pytree
 from autoshard.errors import BatchError
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in the repr of an object without one of its own; differs by process
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,23 @@ class BatchSpec:
     def rows(self) -> int | None:
         """The leading size shared by the sharded leaves, in samples; None if there is none."""
         return next((leaf.shape[0] for leaf in self.leaves if leaf.sharded and leaf.shape is not None), None)
+
+    @property
+    def told(self) -> str:
+        """Everything in which ranks must agree, in lines: the tensors, then what is no tensor or is marked."""
+        rest = [f"{leaf.path}={_ADDRESS.sub('', leaf.value)}" for leaf in self.leaves if leaf.shape is None]
+        rest += [f"{leaf.path} replicated" for leaf in self.leaves if leaf.shape and not leaf.sharded]
+        return f"batch {self}\nbatch with {', '.join(rest)}" if rest else f"batch {self}"
+
+    def of_any_rows(self) -> BatchSpec:
+        """This spec with the leading size left open: in evaluation ranks may have different ones."""
+        return dataclasses.replace(
+            self,
+            leaves=tuple(
+                dataclasses.replace(leaf, shape=(-1, *leaf.shape[1:])) if leaf.sharded and leaf.shape else leaf
+                for leaf in self.leaves
+            ),
+        )
 
     def __str__(self) -> str:
         return ", ".join(
@@ -97,6 +119,24 @@ def describe(batch: Any) -> BatchSpec:
 
 def _is_wrapped(x: Any) -> bool:
     return isinstance(x, Replicated)
+
+
+def told_values(batch: Any) -> str:
+    """What ranks must agree on beside a spec: tensors that are the same everywhere, those on a device unread."""
+    leaves, wrapped, _ = flatten(batch)
+    paths = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(batch, is_leaf=_is_wrapped)[0]]
+    found = [
+        f"{path} with the value {value.item()}" if value.numel() == 1 else f"{path} with the digest {digest(value)}"
+        for path, value, whole in zip(paths, leaves, wrapped, strict=True)
+        if isinstance(value, Tensor) and (whole or value.dim() == 0) and value.device.type == "cpu"
+    ]
+    return "\n".join(found)
+
+
+def digest(value: Tensor) -> str:
+    """A few letters that tell one content from another."""
+    raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(raw.numpy().tobytes()).hexdigest()[:12]
 
 
 def check_divides(spec: BatchSpec, accumulate: int) -> None:

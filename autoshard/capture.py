@@ -111,6 +111,13 @@ def capture_training(
     Raises:
         CaptureError: control flow depends on data, the loss is not a scalar, or nothing trainable reaches it.
     """
+    hooked = [name for name, p in modules.parameters().items() if compat.has_accumulation_hooks(p)]
+    if hooked:
+        raise CaptureError(
+            f"{hooked[0]} has a hook from register_post_accumulate_grad_hook, which never runs: gradients are reduced "
+            "and used by the program, not left in .grad. Change the gradient in register_hook, which is traced, or "
+            "give the optimizer to parallelize"
+        )
     return _trace(_Request(modules, loss, batch, ranks, accumulate, device, gradients=True))
 
 
@@ -220,7 +227,10 @@ class _Trace:
         stamp(compat.traced_graph(), Tag(Phase.FORWARD))
         rest = iter(flat)
         trainable = set(request.modules.trainable()) if request.gradients else set()
-        params = {n: next(rest).detach().requires_grad_(n in trainable) for n in parameters}
+        given = request.modules.parameters()
+        params = {
+            n: compat.carry_over(given[n], next(rest).detach().requires_grad_(n in trainable)) for n in parameters
+        }
         bufs = {n: next(rest) for n in buffers}
         leaves, _, tree = batches.flatten(request.batch)
         batch = pytree.tree_unflatten([next(rest) if isinstance(x, Tensor) else x for x in leaves], tree)

@@ -6,7 +6,7 @@ DTensors that are views of the part without padding.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,8 +51,8 @@ class Layout:
 
 @dataclass(frozen=True)
 class StateLayout:
-    """The layout of every tensor of a state, where it lies, the other names of tied parameters, and the
-    values that optimizer slots start from."""
+    """The layout of every tensor of a state, where it lies, the other names of tied parameters, the values that
+    optimizer slots start from, and how ranks make sure that all make the same call."""
 
     layouts: Mapping[Key, Layout]
     axes: tuple[Axis, ...]
@@ -60,6 +60,7 @@ class StateLayout:
     coordinates: Mapping[str, int]
     aliases: Mapping[str, str]
     fills: Mapping[Key, float]
+    agree: Callable[[str], None]
 
     def shard(self, key: Key, whole: Tensor) -> Tensor:
         """This rank's padded shard of a whole tensor, in memory of its own, zeros as padding."""
@@ -205,6 +206,7 @@ class State:
             known = [*self.params, *self.buffers]
             near = difflib.get_close_matches(name, known, n=1)
             raise KeyError(f"no parameter or buffer {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+        self.layout.agree(f"state.full({name!r})")  # a rank that does not call it would read another's message
         whole = section[name].full_tensor()
         return whole.clone() if dist.get_world_size() == 1 else whole
 

@@ -121,6 +121,33 @@ def test_every_node_says_its_phase_and_module() -> None:
     assert [t.module for t in products if t.phase is Phase.INPUT_GRADIENT] == ["2"]
 
 
+def test_gradient_hooks_and_attributes_of_a_parameter_are_kept_by_new_programs_too() -> None:
+    layer = nn.Linear(3, 3).double()
+    layer.weight.register_hook(lambda grad: grad * 3)
+    layer.weight.factor = 5.0  # type: ignore[attr-defined]
+    model = Wrapped(lambda self, x: x * self.linear.weight.factor)
+    model.linear = layer
+    weight, bias = layer.weight.detach().clone(), layer.bias.detach().clone()
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).mean()
+
+    step = autoshard.parallelize(model, Plan(backend="debug", device="cpu"), loss=loss)
+    state = step.init(torch.zeros(2, 3, dtype=torch.float64))
+    x = torch.randn(5, 3, dtype=torch.float64)
+    _, gradients = step.gradients(state, x)
+    weight.requires_grad_()
+    expected = torch.autograd.grad((nn.functional.linear(x, weight, bias) * 5).mean(), weight)[0] * 3
+    torch.testing.assert_close(gradients["linear.weight"].full_tensor(), expected)
+
+
+def test_a_hook_that_would_never_run_is_refused() -> None:
+    model = nn.Linear(3, 3)
+    model.weight.register_post_accumulate_grad_hook(lambda p: None)
+    with pytest.raises(CaptureError, match=r"^weight .*register_hook"):
+        capture(model)
+
+
 def test_a_checkpointed_block_is_captured_once() -> None:
     from torch.utils.checkpoint import checkpoint
 
@@ -146,3 +173,15 @@ def test_verify_of_a_module_that_init_has_consumed_says_how_to_keep_it() -> None
     autoshard.parallelize(model, plan, loss=loss).init(torch.zeros(2, 2))
     with pytest.raises(autoshard.AutoshardError, match=r"keep_model=True"):
         autoshard.verify(model, plan, torch.zeros(2, 2), loss=loss)
+
+
+def test_a_module_that_init_has_consumed_is_not_initialised_anew_by_another_step() -> None:
+    model, plan, batch = nn.Sequential(nn.Linear(2, 2)), Plan(backend="debug", device="cpu"), torch.zeros(2, 2)
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean()
+
+    autoshard.parallelize(model, plan, loss=loss).init(batch)
+    for other in (model, model[0]):
+        with pytest.raises(autoshard.AutoshardError, match=r"weights to a state already.*keep_model=True"):
+            autoshard.parallelize(other, plan, loss=loss).init(batch)
