@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autoshard.compat import pytree
 from autoshard.errors import BatchError
@@ -102,6 +103,7 @@ def describe(batch: Any) -> BatchSpec:
     paths = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(batch, is_leaf=_is_wrapped)[0]]
     found = []
     for path, value, whole in zip(paths, leaves, wrapped, strict=True):
+        _check_leaf(path or "the batch", value)
         if isinstance(value, Tensor):
             found.append(Leaf(path, tuple(value.shape), value.dtype, not whole and value.dim() > 0))
         else:
@@ -115,6 +117,28 @@ def describe(batch: Any) -> BatchSpec:
             "Wrap a tensor without one in autoshard.Replicated"
         )
     return spec
+
+
+def _check_leaf(path: str, value: Any) -> None:
+    """
+    Raises:
+        BatchError: tensors would be taken for constants, or cannot be split.
+    """
+    if isinstance(value, Tensor):
+        if value.layout is not torch.strided:
+            raise BatchError(f"{path} is a {value.layout} tensor; valid: dense ones (to_dense(), or its parts)")
+        return
+    kind = type(value).__name__
+    if isinstance(value, np.ndarray):
+        raise BatchError(f"{path} is a numpy array; valid: tensors (torch.from_numpy(...))")
+    inside = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+    held = [name for name, part in inside.items() if isinstance(part, (Tensor, np.ndarray))]
+    if held and not isinstance(value, (type, nn.Module)):
+        how = "dict(batch)" if isinstance(value, Mapping) else "a dict, tuple or named tuple of its tensors"
+        raise BatchError(
+            f"{path} is a {kind} that holds tensors ({', '.join(map(str, held[:3]))}) which cannot be seen; "
+            f"pass {how}, or register the class with torch.export.register_dataclass"
+        )
 
 
 def _is_wrapped(x: Any) -> bool:

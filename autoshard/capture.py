@@ -283,6 +283,11 @@ class _Trace:
             )
         stamp(compat.traced_graph(), Tag(Phase.FORWARD))
         gradients = torch.autograd.grad(loss, [params[n] for n in trainable], allow_unused=True)
+        for name, gradient in zip(trainable, gradients, strict=True):
+            if gradient is not None and gradient.layout is not torch.strided:
+                raise CaptureError(
+                    f"the gradient of {name} is sparse; valid: dense, such as nn.Embedding(sparse=False)"
+                )
         stamp(compat.traced_graph(), Tag(Phase.INPUT_GRADIENT))
         for name, gradient in zip(trainable, gradients, strict=True):
             if gradient is not None:
@@ -330,7 +335,8 @@ def _trace(request: _Request) -> Captured:
     clean(module)
     graph = Graph(module, Signature(tuple(trace.inputs), tuple(trace.outputs)))
     if any(is_mutable(node) for node in module.graph.nodes):
-        graph = retrace(graph, functionalize=True)
+        lost = (Kind.PARAMETER, Kind.CONSTANT) if request.gradients else ()
+        graph = retrace(graph, functionalize=True, may_write=lambda port: port.kind not in lost)
     else:
         tag_the_rest(module, default_tag(graph))
     graph = _without_unchanged_buffers(graph)

@@ -177,6 +177,11 @@ def has_accumulation_hooks(parameter: torch.Tensor) -> bool:
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """``torch.compile`` wraps this module, or its ``compile()`` was called."""
+    return "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
+
+
 @contextlib.contextmanager
 def checkpoint_bypassed() -> Iterator[None]:
     """``torch.utils.checkpoint`` regions run once, as plain code: recompute is the plan's business.

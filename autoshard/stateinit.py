@@ -10,6 +10,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from autoshard import compat
 from autoshard.capture import Modules
@@ -48,6 +49,9 @@ class Source:
             AutoshardError: nothing in the model is trainable, or a frozen module's names clash with the model's.
         """
         recording, consumed = None, False
+        for root in (model, *frozen.values()):
+            if isinstance(root, nn.Module):
+                _check_traceable(root)
         if not isinstance(model, nn.Module):
             recording = record(model)
             model = recording.module
@@ -123,6 +127,24 @@ class Source:
                 for name, b in list(module._buffers.items()):
                     if b is not None:
                         module._buffers[name] = b.to("meta")
+
+
+def _check_traceable(model: nn.Module) -> None:
+    """
+    Raises:
+        AutoshardError: a part of the model is compiled, scripted or not built yet.
+    """
+    for name, module in model.named_modules():
+        what = f"{name or 'the model'} ({type(module).__name__})"
+        if compat.is_compiled(module):
+            raise AutoshardError(f"{what} is compiled by torch.compile; give the plain module: autoshard compiles it")
+        if isinstance(module, torch.jit.ScriptModule):
+            raise AutoshardError(f"{what} is a TorchScript module, which cannot be traced; give the Python module")
+        lazy = [n for n, p in module.named_parameters(recurse=False) if is_lazy(p)]
+        if lazy:
+            raise AutoshardError(
+                f"{what} has no shape for {', '.join(lazy)} yet; call the model once on a sample before"
+            )
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
