@@ -439,7 +439,8 @@ def _other_path(kind: str) -> None:
         "replicated": lambda model, batch: (model(batch["x"]) * batch["w"]).mean(),
         "task": lambda model, batch: model(batch["x"]).mean() if batch["task"] == "a" else model(batch["x"]).sum(),
     }.get(kind, _loss)
-    step = _step(_OtherInEval().double() if "program" in kind else None, loss)
+    fields = {"zero": 0} if kind == "task" else {}  # it makes two programs
+    step = _step(_OtherInEval().double() if "program" in kind else None, loss, **fields)
     batch: dict[str, Any] = _batch()
     batch |= {"n": torch.tensor(1.0 + rank)} if kind == "value" else {}
     batch |= {"w": autoshard.Replicated(weight)} if kind == "replicated" else {}
