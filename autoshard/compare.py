@@ -35,6 +35,7 @@ TOLERANCE: Mapping[torch.dtype, float] = {
     torch.float16: 2e-2,
     torch.bfloat16: 1e-1,
 }
+_BUFFER_FLOOR = 1e-6  # of the largest buffer's norm: so too the running mean of what another norm has centred
 _GRADIENT_FLOOR = 1e-6  # of the norm of the whole gradient: a gradient that is zero but for rounding has no digits
 
 
@@ -250,8 +251,10 @@ class _Verification:
         self._update(gradients, expected.buffers)
         for name, p in self.names.parameters().items():
             self._compare(number, "parameter", name, state.full(name), p.detach())
-        for name, b in self.names.buffers().items():
-            self._compare(number, "buffer", name, state.full(name), b)
+        buffers = self.names.buffers()
+        floor = _BUFFER_FLOOR * max((_norm([b]) for b in buffers.values()), default=0.0)
+        for name, b in buffers.items():
+            self._compare(number, "buffer", name, state.full(name), b, floor=floor)
         return state, expected
 
     # ---------------------------------------------------------------- one device

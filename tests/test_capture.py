@@ -167,7 +167,7 @@ def _start(loss: Any, batch: Any, model: nn.Module | None = None) -> None:
     autoshard.parallelize(model or nn.Linear(3, 3), plan, loss=loss).init(batch)
 
 
-@pytest.mark.parametrize("kind", [dict, collections.UserDict])
+@pytest.mark.parametrize("kind", [dict, collections.OrderedDict])
 def test_a_key_that_the_batch_lacks_is_named_with_the_line_and_the_keys_there_are(kind: Any) -> None:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         return model(batch["x"]).sum() * batch["lables"].sum()
