@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import inspect
 from collections.abc import Callable, Mapping
@@ -19,13 +20,13 @@ from autoshard import checkpoint, replicas, runtime, stateinit
 from autoshard.batch import BatchSpec
 from autoshard.capture import Loss, Modules, call_model, capture_evaluation, capture_forward, capture_training
 from autoshard.engine import Engine, Evaluation, Training
-from autoshard.errors import AutoshardError, BatchError, OptimizerError
+from autoshard.errors import AutoshardError, BatchError, OptimizerError, StateError
 from autoshard.manager import PassContext
 from autoshard.optim import Binding, bind
 from autoshard.plan import Plan
 from autoshard.program import Program
 from autoshard.schedules import trace_check
-from autoshard.state import State
+from autoshard.state import Layout, State, StateLayout
 from autoshard.wishes import parameter_wishes
 
 Model = nn.Module | Callable[[], nn.Module]
@@ -88,6 +89,7 @@ class Step:
         self.engine = Engine(self.runtime, self.plan, self.binding, schedule)
         self._training: dict[BatchSpec, Training] = {}
         self._others: dict[tuple[str, BatchSpec], Evaluation] = {}
+        self._layouts: dict[BatchSpec, StateLayout] = {}
         self._example: Any = None
 
     @property
@@ -122,6 +124,7 @@ class Step:
             extra: JSON-able values to keep beside it, such as a data position; `load` leaves them in the file,
                 ``autoshard.checkpoint.read_meta(path)["extra"]`` reads them.
         """
+        self._check_state(state)
         self.runtime.agree(f"save to {path}")
         meta = {
             "batch": batches.to_json(self._example),
@@ -135,6 +138,8 @@ class Step:
     def load(self, path: str | Path, batch: Any = None) -> State:
         """The state that was saved, under this plan, whatever plan saved it. A collective call.
 
+        Without an optimizer the optimizer's state stays in the file.
+
         Raises:
             CheckpointError: missing, damaged, or of another model.
         """
@@ -144,12 +149,14 @@ class Step:
             batch = batches.rescaled(batch, self.plan.accumulate)
         training = self._program_for(batch, call="load")
         state = self.source.empty_state(self._layout(training), self.runtime.device)
-        checkpoint.read_into(path, stateinit.named_tensors(state))
+        unread = ("optimizer/",) if self.binding is None else ()  # to evaluate or export needs no optimizer
+        checkpoint.read_into(path, stateinit.named_tensors(state), without=unread)
         self.source.consume()
         return state
 
     def export(self, state: State, path: str | Path) -> None:
         """Write the model's full ``state_dict`` as safetensors. A collective call."""
+        self._check_state(state)
         self.runtime.agree(f"export to {path}")
         checkpoint.export(path, stateinit.full_state_dict(state, self.source))
 
@@ -167,12 +174,15 @@ class Step:
                 "this step has no optimizer; pass optimizer=functools.partial(torch.optim.AdamW, lr=...) to "
                 "parallelize, or use step.gradients or step.evaluate"
             )
+        self._check_state(state)
         training = self._program_for(batch, call="step")
+        self._check_optimizer_state(state, training)
         return self.engine.step(training, state, batch)
 
     @runtime.lost_rank_explained()
     def gradients(self, state: State, batch: Any) -> tuple[Metrics, dict[str, DTensor]]:
         """Gradients of the same program, without an update; `state` stays valid, its random key does not advance."""
+        self._check_state(state)
         training = self._program_for(batch, call="gradients")
         return self.engine.gradients(training, state, batch)
 
@@ -182,12 +192,15 @@ class Step:
 
         A loss that is a plain scalar is taken as a mean over samples; return `Mean` for other weights.
         """
-        self.runtime.agree("evaluate")
+        self._check_state(state)
+        spec = batches.describe(batch).of_any_rows()
+        self.runtime.agree(f"evaluate\n{spec.told}\n{batches.told_values(batch)}")
         return self.engine.evaluate(self, state, batch)
 
     @runtime.lost_rank_explained()
     def forward(self, state: State, *args: Any, **kwargs: Any) -> Any:
         """The model's own call in eval mode: this rank's slice in, this rank's slice out, plain tensors."""
+        self._check_state(state)
         evaluation = self.forward_program(args, kwargs)
         return self.engine.forward(evaluation, state, (args, kwargs))
 
@@ -230,10 +243,13 @@ class Step:
     def _program_for(self, batch: Any, call: str) -> Training:
         """The compiled program for a batch's shapes; made when they are new, within plan.max_compiles."""
         spec = batches.describe(batch)
+        told = f"{call}\n{spec.told}"
+        if call not in ("init", "load"):  # which read no values
+            told += f"\n{batches.told_values(batch)}"
         if spec in self._training:
-            self.runtime.agree(f"{call}\n{spec.compared}", batches.RAGGED)
+            self.runtime.agree(told, batches.RAGGED)
             return self._training[spec]
-        self.runtime.agree(f"{call}\n{spec.compared}\n{self._identity()}", batches.RAGGED)
+        self.runtime.agree(f"{told}\n{self._identity()}", batches.RAGGED)
         batches.check_divides(spec, self.plan.accumulate)
         self._check_budget(spec, len(self._training), next(reversed(self._training), None))
         captured = capture_training(
@@ -256,7 +272,7 @@ class Step:
 
     def forward_program(self, args: Any, kwargs: Any) -> Evaluation:
         spec = batches.describe((args, kwargs))
-        self.runtime.agree(f"forward\n{spec.compared}", batches.RAGGED)
+        self.runtime.agree(f"forward\n{spec.told}\n{batches.told_values((args, kwargs))}", batches.RAGGED)
         return self._other("forward", spec, True, (args, kwargs), kwargs)
 
     def _other(self, kind: str, spec: BatchSpec, compiled: bool, batch: Any, kwargs: Any) -> Evaluation:
@@ -287,8 +303,59 @@ class Step:
                 f"new batch shapes ({spec}): compiling program {made + 1} of at most {self.plan.max_compiles}",
             )
 
-    def _layout(self, training: Training) -> Any:
-        return stateinit.layout(self.source, training.with_gradient, self.context, self.runtime)
+    def _layout(self, training: Training) -> StateLayout:
+        if training.spec not in self._layouts:
+            self._layouts[training.spec] = stateinit.layout(
+                self.source, training.with_gradient, self.context, self.runtime
+            )
+        return self._layouts[training.spec]
+
+    @functools.cached_property
+    def _weights(self) -> StateLayout:
+        """The layout of what a state of this model holds whatever its optimizer."""
+        return stateinit.layout(self.source, (), self.context, self.runtime)
+
+    def _check_state(self, state: State) -> None:
+        """
+        Raises:
+            StateError: this is no state, or one of another model or plan.
+        """
+        if not isinstance(state, State):
+            raise StateError(
+                f"the state is {_short(state)}; valid: what step.init, step.load or the last step returned"
+            )
+        if any(state.layout is known for known in self._layouts.values()):
+            return
+        wanted, found = self._weights.layouts, state.layout.layouts
+        mine = {key for key in found if key[0] != "optimizer"}
+        odd = sorted(key for key in mine | wanted.keys() if found.get(key) != wanted.get(key))
+        if odd:
+            key = odd[0]
+            raise StateError(
+                f"this state is of another model or plan: {'/'.join(key)} is {_lies(found.get(key))} in it, "
+                f"{_lies(wanted.get(key))} here. Use the state that this step's init or load returned; save and load "
+                "a checkpoint to go from one plan to another"
+            )
+
+    def _check_optimizer_state(self, state: State, training: Training) -> None:
+        """
+        Raises:
+            StateError: the optimizer has state for other parameters than this batch has gradients for.
+        """
+        wanted = self._layout(training)
+        if state.layout is wanted:
+            return
+        found = {key: entry for key, entry in state.layout.layouts.items() if key[0] == "optimizer"}
+        expected = {key: entry for key, entry in wanted.layouts.items() if key[0] == "optimizer"}
+        if found == expected:
+            return
+        changed = sorted({key[1] for key in found.keys() ^ expected.keys()})
+        raise StateError(
+            f"this batch reaches other parameters than the one that the state was made for: {', '.join(changed[:5])}"
+            f"{f' and {len(changed) - 5} more' if len(changed) > 5 else ''}. An optimizer with state must update the "
+            "same parameters at every step: let every batch reach all (add 0.0 * what the others compute to the loss, "
+            "or put the branches into one batch), or use an optimizer without state, such as SGD without momentum"
+        )
 
     def _identity(self) -> str:
         return f"plan {self.plan}\n{self.source.identity}\noptimizer {self.binding and self.binding.groups}"
@@ -297,7 +364,18 @@ class Step:
         if optimizer is None:
             return None
         named = {name: p for name, p in self.modules.model.named_parameters() if p.requires_grad}
-        return bind(optimizer, {name: p.detach().to("meta").requires_grad_() for name, p in named.items()})
+        return bind(optimizer, named)
+
+
+def _short(value: object) -> str:
+    return repr(value) if value is None else f"a {type(value).__name__}"
+
+
+def _lies(layout: Layout | None) -> str:
+    if layout is None:
+        return "absent"
+    where = ", ".join(str(placement) for placement in layout.placements)
+    return f"{str(layout.dtype).removeprefix('torch.')}{list(layout.shape)}{f' at {where}' if where else ''}"
 
 
 def _check_arguments(

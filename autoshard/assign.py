@@ -17,19 +17,22 @@ from torch.utils.flop_counter import flop_registry
 from autoshard import collectives
 from autoshard.manager import PassContext
 from autoshard.ops import whole
-from autoshard.placement import REPLICATE, Placement, Replicate, Shard, fits
-from autoshard.program import Graph, Kind, Port, tag
-from autoshard.rules import Row, rule_of
+from autoshard.placement import REPLICATE, Placement, Replicate, Shard, fits, shard_length
+from autoshard.program import TAG, Graph, Kind, Port, tag
+from autoshard.rules import Row, divides, rule_of, splits
 from autoshard.rules.options import Options, source_of, tensor_inputs
 from autoshard.solve import Problem, Use, Value
 
 # Everything is weighed in bytes sent. A mesh axis is asked for so that work and memory are split, so what stays
 # whole on it weighs far more than the time that it takes: a matmul of 8 x 8 x 8 already is worth its reduction.
 _WORK = 0.25  # bytes per floating-point operation that every rank repeats
-_TOUCHED = 1e-3  # bytes per byte that an op without FLOPs reads or writes on every rank alike
+_TOUCHED = 1e-7  # bytes per byte that an op reads or writes on every rank alike: it decides between equals
+_TOUCHED_IN_SEQUENCE = 0.1  # the same where the plan asks for activations to be split too
 _HELD = 8.0  # bytes per byte of a parameter that every rank holds
 _WEIGHT_MOVED = 4.0  # times the bytes of a parameter that is gathered for use: it was split so as not to be
-_LATENCY = 4096.0  # bytes that could be sent while a collective starts
+_LATENCY = 0.5  # parts of an average parameter that could be sent while a collective starts
+
+_LAYER = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a path that is a number
 
 
 @dataclass
@@ -80,6 +83,7 @@ class _Assignment:
         self.context = context
         self.ranks = [a.ranks for a in context.axes[: axis + 1]]
         self.ports = dict(zip(graph.placeholders(), inputs, strict=True))
+        self.is_tensor = context.axes[axis].name == "tensor"
         self.parameters = {node for node, port in self.ports.items() if port.kind is Kind.PARAMETER}
         self.nodes = [
             n for n in graph.module.graph.nodes if n.op == "call_function" and n.target is not operator.getitem
@@ -105,24 +109,28 @@ class _Assignment:
         if known is not None:
             return (known[self.axis],)
         wish = self.context.wishes.get(port.name)
-        if wish is not None and self.context.axes[self.axis].name == "tensor":
+        if wish is not None and self.is_tensor:
             return (wish,)
         n = self.ranks[-1]
-        shards = [Shard(d) for d, size in enumerate(port.shape) if size % n == 0 and size > 0]
+        shards = [Shard(d) for d, size in enumerate(port.shape) if splits(size, Shard(d), n)]
         return (REPLICATE, *(s for s in shards if fits(port.shape, [*self.others(node), s], self.ranks)))
 
     def _slices(self, node: fx.Node, port: Port) -> tuple[Shard, ...]:
-        """Shards of the batch within what the axes before leave of it."""
+        """Shards of the batch, within what the axes before leave of it, and of the sequence where that is asked for."""
         if port.kind is not Kind.BATCH or not port.sharded or not port.shape:
             return ()
         outer = 1
         for placement, ranks in zip(self.others(node), self.ranks, strict=False):
             if placement == Shard(0, outer):
                 outer *= ranks
-        ok = port.shape[0] % (outer * self.ranks[-1]) == 0
-        return (Shard(0, outer),) if ok else ()
+        found = [Shard(0, outer)]
+        if self.is_tensor and self.context.plan.tensor.sequence:
+            found += [Shard(d) for d in range(1, len(port.shape))]
+        return tuple(s for s in found if divides(port.shape[s.dim], s, self.ranks[-1]))
 
     def _fits(self, node: fx.Node, row: Row) -> bool:
+        if not self.earlier or not any(isinstance(p, Shard) for p in (*row.inputs, *row.outputs)):
+            return True
         value = node.meta["val"]
         made = value if isinstance(value, (tuple, list)) else (value,)
         operands = [(t, row.outputs[i], [c.outputs[node][i] for c in self.earlier]) for i, t in enumerate(made)]
@@ -144,6 +152,10 @@ class _Solved:
         self.key_of: dict[fx.Node, object] = {}
         self.number: dict[object, int] = {}
         self.weights = self._weights()
+        sequence = assignment.is_tensor and assignment.context.plan.tensor.sequence
+        sizes = [nbytes(node.meta["val"]) for node in assignment.parameters]
+        self.latency = _LATENCY * sum(sizes) / max(len(sizes), 1)
+        self.touched = _TOUCHED_IN_SEQUENCE if sequence else _TOUCHED
 
     def _weights(self) -> set[fx.Node]:
         """Parameters and what is computed of parameters alone."""
@@ -198,13 +210,21 @@ class _Solved:
             pattern = _pattern(port.name) if port.kind is Kind.PARAMETER else node.name
             self._put(node, (port.kind, pattern, port.shape, port.dtype, self._arrivals(node)))
         for node in self.a.nodes:
-            own = (tag(node).module, tag(node).phase, str(node.target), _constants(node), self.rows[node])
+            path = self._layer(node)
+            own = (path, tag(node).phase, self.options.signatures[node], self.rows[node])
             place = seen[own] = seen.get(own, -1) + 1
-            path = tag(node).module
-            alone = node.name if not re.search(r"\d", path) else ""
-            shapes = tuple(tuple(n.meta["val"].shape) for n in tensor_inputs(node))
-            before = tuple(tuple(c.outputs[node]) for c in self.a.earlier)
-            self._put(node, (_pattern(path), *own[1:], place, alone, shapes, before))
+            alone = "" if _LAYER.search(path) else node.name
+            before = tuple(choice.outputs[node] for choice in self.a.earlier)
+            self._put(node, (_pattern(path), *own[1:], place, alone, before))
+
+    @staticmethod
+    def _layer(node: fx.Node) -> str:
+        """The module that a node belongs to; for what no layer owns, such as a sum of gradients, a neighbour's."""
+        own = tag(node).module
+        if _LAYER.search(own):
+            return own
+        near = (tag(n).module for n in (*node.all_input_nodes, *node.users) if TAG in n.meta)
+        return next((path for path in near if _LAYER.search(path)), own)
 
     def _put(self, node: fx.Node, key: object) -> None:
         self.members.setdefault(key, []).append(node)
@@ -223,11 +243,18 @@ class _Solved:
         value = node.meta["val"]
         made = sum(map(nbytes, value)) if isinstance(value, (tuple, list)) else nbytes(value)
         touched = made + sum(nbytes(n.meta["val"]) for n in tensor_inputs(node))
+        work = (_WORK * flops(node) + self.touched * touched) * share * times
+        return [work * (self._part(node, row) - 1 / self.a.ranks[-1]) for row in self.rows[node]]
+
+    def _part(self, node: fx.Node, row: Row) -> float:
+        """How much of a node's work the busiest rank does: 1 / ranks, more with padding, all where nothing is split."""
+        value = node.meta["val"]
+        outputs = value if isinstance(value, (tuple, list)) else (value,)
+        tensors = [*(n.meta["val"] for n in tensor_inputs(node)), *outputs]
+        placed = zip(tensors, (*row.inputs, *row.outputs), strict=True)
+        sizes = [t.shape[p.dim] for t, p in placed if t is not None and isinstance(p, Shard)]
         n = self.a.ranks[-1]
-        repeated = (_WORK * flops(node) + _TOUCHED * touched) * share * (n - 1) / n * times
-        return [
-            0.0 if any(isinstance(p, Shard) for p in (*r.inputs, *r.outputs)) else repeated for r in self.rows[node]
-        ]
+        return max((shard_length(size, n) / size if size % n else 1 / n for size in sizes), default=1.0)
 
     def _values(self) -> None:
         """Every value with its uses, equal ones once."""
@@ -288,13 +315,9 @@ class _Solved:
                 if maker in self.weights:
                     sent *= _WEIGHT_MOVED
                 moved = isinstance(a, Replicate)
-                found[a, b] = sent + (_TOUCHED * size if moved else _LATENCY)
+                found[a, b] = sent + (_TOUCHED * size if moved else self.latency)
         return found
 
 
 def _pattern(path: str) -> str:
-    return re.sub(r"(?<![^.])\d+(?![^.])", "#", path)
-
-
-def _constants(node: fx.Node) -> str:
-    return str(fx.map_arg((node.args, node.kwargs), lambda n: None))
+    return _LAYER.sub("#", path)

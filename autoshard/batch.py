@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autoshard.compat import pytree
 from autoshard.errors import BatchError
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in the repr of an object without one of its own; differs by process
 
 
 @dataclass(frozen=True)
@@ -63,10 +69,23 @@ class BatchSpec:
         return next((leaf.shape[0] for leaf in self.leaves if leaf.sharded and leaf.shape is not None), None)
 
     @property
-    def compared(self) -> str:
-        """What ranks must agree on, the leading size in a line of its own: it has `RAGGED` for advice."""
+    def told(self) -> str:
+        """Everything in which ranks must agree, in lines: the leading size, which has `RAGGED` for advice, the tensors,
+        then what is no tensor or is marked."""
         size = "" if self.rows is None else f"{_SIZE}{self.rows}\n"
-        return f"{size}batch {self}"
+        rest = [f"{leaf.path}={_ADDRESS.sub('', leaf.value)}" for leaf in self.leaves if leaf.shape is None]
+        rest += [f"{leaf.path} replicated" for leaf in self.leaves if leaf.shape and not leaf.sharded]
+        return f"{size}batch {self}" + (f"\nbatch with {', '.join(rest)}" if rest else "")
+
+    def of_any_rows(self) -> BatchSpec:
+        """This spec with the leading size left open: in evaluation ranks may have different ones."""
+        return dataclasses.replace(
+            self,
+            leaves=tuple(
+                dataclasses.replace(leaf, shape=(-1, *leaf.shape[1:])) if leaf.sharded and leaf.shape else leaf
+                for leaf in self.leaves
+            ),
+        )
 
     def __str__(self) -> str:
         return ", ".join(
@@ -94,6 +113,7 @@ def describe(batch: Any) -> BatchSpec:
     paths = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(batch, is_leaf=_is_wrapped)[0]]
     found = []
     for path, value, whole in zip(paths, leaves, wrapped, strict=True):
+        _check_leaf(path or "the batch", value)
         if isinstance(value, Tensor):
             found.append(Leaf(path, tuple(value.shape), value.dtype, not whole and value.dim() > 0))
         else:
@@ -109,8 +129,48 @@ def describe(batch: Any) -> BatchSpec:
     return spec
 
 
+def _check_leaf(path: str, value: Any) -> None:
+    """
+    Raises:
+        BatchError: tensors would be taken for constants, or cannot be split.
+    """
+    if isinstance(value, Tensor):
+        if value.layout is not torch.strided:
+            raise BatchError(f"{path} is a {value.layout} tensor; valid: dense ones (to_dense(), or its parts)")
+        return
+    kind = type(value).__name__
+    if isinstance(value, np.ndarray):
+        raise BatchError(f"{path} is a numpy array; valid: tensors (torch.from_numpy(...))")
+    inside = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+    held = [name for name, part in inside.items() if isinstance(part, (Tensor, np.ndarray))]
+    if held and not isinstance(value, (type, nn.Module)):
+        how = "dict(batch)" if isinstance(value, Mapping) else "a dict, tuple or named tuple of its tensors"
+        raise BatchError(
+            f"{path} is a {kind} that holds tensors ({', '.join(map(str, held[:3]))}) which cannot be seen; "
+            f"pass {how}, or register the class with torch.export.register_dataclass"
+        )
+
+
 def _is_wrapped(x: Any) -> bool:
     return isinstance(x, Replicated)
+
+
+def told_values(batch: Any) -> str:
+    """What ranks must agree on beside a spec: tensors that are the same everywhere, those on a device unread."""
+    leaves, wrapped, _ = flatten(batch)
+    paths = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(batch, is_leaf=_is_wrapped)[0]]
+    found = [
+        f"{path} with the value {value.item()}" if value.numel() == 1 else f"{path} with the digest {digest(value)}"
+        for path, value, whole in zip(paths, leaves, wrapped, strict=True)
+        if isinstance(value, Tensor) and (whole or value.dim() == 0) and value.device.type == "cpu"
+    ]
+    return "\n".join(found)
+
+
+def digest(value: Tensor) -> str:
+    """A few letters that tell one content from another."""
+    raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(raw.numpy().tobytes()).hexdigest()[:12]
 
 
 def check_divides(spec: BatchSpec, accumulate: int) -> None:

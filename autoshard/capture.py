@@ -114,6 +114,13 @@ def capture_training(
     Raises:
         CaptureError: control flow depends on data, the loss is not a scalar, or nothing trainable reaches it.
     """
+    hooked = [name for name, p in modules.parameters().items() if compat.has_accumulation_hooks(p)]
+    if hooked:
+        raise CaptureError(
+            f"{hooked[0]} has a hook from register_post_accumulate_grad_hook, which never runs: gradients are reduced "
+            "and used by the program, not left in .grad. Change the gradient in register_hook, which is traced, or "
+            "give the optimizer to parallelize"
+        )
     return _trace(_Request(modules, loss, batch, ranks, accumulate, device, gradients=True))
 
 
@@ -229,7 +236,10 @@ class _Trace:
         stamp(compat.traced_graph(), Tag(Phase.FORWARD))
         rest = iter(flat)
         trainable = set(request.modules.trainable()) if request.gradients else set()
-        params = {n: next(rest).detach().requires_grad_(n in trainable) for n in parameters}
+        given = request.modules.parameters()
+        params = {
+            n: compat.carry_over(given[n], next(rest).detach().requires_grad_(n in trainable)) for n in parameters
+        }
         bufs = {n: next(rest) for n in buffers}
         leaves, _, tree = batches.flatten(request.batch)
         batch = self.batch = pytree.tree_unflatten([next(rest) if isinstance(x, Tensor) else x for x in leaves], tree)
@@ -282,6 +292,11 @@ class _Trace:
             )
         stamp(compat.traced_graph(), Tag(Phase.FORWARD))
         gradients = torch.autograd.grad(loss, [params[n] for n in trainable], allow_unused=True)
+        for name, gradient in zip(trainable, gradients, strict=True):
+            if gradient is not None and gradient.layout is not torch.strided:
+                raise CaptureError(
+                    f"the gradient of {name} is sparse; valid: dense, such as nn.Embedding(sparse=False)"
+                )
         stamp(compat.traced_graph(), Tag(Phase.INPUT_GRADIENT))
         for name, gradient in zip(trainable, gradients, strict=True):
             if gradient is not None:
@@ -329,7 +344,8 @@ def _trace(request: _Request) -> Captured:
     clean(module)
     graph = Graph(module, Signature(tuple(trace.inputs), tuple(trace.outputs)))
     if any(is_mutable(node) for node in module.graph.nodes):
-        graph = retrace(graph, functionalize=True)
+        lost = (Kind.PARAMETER, Kind.CONSTANT) if request.gradients else ()
+        graph = retrace(graph, functionalize=True, may_write=lambda port: port.kind not in lost)
     else:
         tag_the_rest(module, default_tag(graph))
     graph = _without_unchanged_buffers(graph)

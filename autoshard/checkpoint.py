@@ -122,7 +122,13 @@ def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
         return _together(lambda: _open(root)[1])["meta"]
 
 
-def read_into(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], *, allow_nan: bool = False) -> None:
+def read_into(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    allow_nan: bool = False,
+    without: tuple[str, ...] = (),
+) -> None:
     """Fill `tensors` in place from the checkpoint at `path`. A collective call.
 
     The number of ranks, the mesh and the placements are those of `tensors`; they need not be those of the writer.
@@ -131,6 +137,7 @@ def read_into(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor],
     Args:
         tensors: flat name -> DTensor or Tensor, of the names, shapes and dtypes that were written.
         allow_nan: accept tensors that hold NaN.
+        without: beginnings of names that are left in the file.
 
     Raises:
         CheckpointError: on all ranks: nothing at `path`, a file missing or damaged, other names or shapes or dtypes,
@@ -145,7 +152,8 @@ def read_into(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor],
                 f"ranks see different checkpoints at {root}; its path must be on a disk that all nodes share, and "
                 "nothing may write there while it is read"
             )
-        _together(lambda: _compare(root, manifest["tensors"], _description(tensors)))
+        written = {name: t for name, t in manifest["tensors"].items() if not name.startswith(without)}
+        _together(lambda: _compare(root, written, _description(tensors)))
         _together(lambda: _verify(folder, manifest["files"]))
         with _quiet():
             detached = {name: t.detach() for name, t in tensors.items()}

@@ -46,11 +46,15 @@ def local_shape(shape: tuple[int, ...], placement: Placement, ranks: int) -> tup
 
 
 def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
+    if x.is_complex():  # backends know real numbers only
+        return torch.view_as_complex(all_reduce(torch.view_as_real(x), axis, op))
     return _c10d.wait_tensor(_c10d.all_reduce(x.contiguous(), op, axis.group))
 
 
 def all_gather(x: Tensor, axis: Axis, shard: Shard, size: int) -> Tensor:
     """Shards of a dim of global `size` to the whole dim on every rank."""
+    if x.is_complex():
+        return torch.view_as_complex(all_gather(torch.view_as_real(x), axis, shard, size))
     dim, outer, n = shard.dim, shard.outer, axis.ranks
     if x.dim() == 1 or (dim == 0 and outer == 1):
         whole = _c10d.wait_tensor(_c10d.all_gather_into_tensor(x.contiguous(), n, axis.group))
@@ -76,6 +80,8 @@ def _parts(x: Tensor, axis: Axis, shard: Shard) -> Tensor:
 
 def reduce_scatter(x: Tensor, axis: Axis, shard: Shard) -> Tensor:
     """Partial sums to the shard of their sum that this rank holds."""
+    if x.is_complex():
+        return torch.view_as_complex(reduce_scatter(torch.view_as_real(x), axis, shard))
     parts = _parts(x, axis, shard).contiguous()
     n = axis.ranks
     if axis.emulate_reduce_scatter:

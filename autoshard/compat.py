@@ -163,6 +163,26 @@ def swapped_tensors(module: nn.Module, tensors: dict[str, torch.Tensor]) -> cont
     return _stateless._reparametrize_module(module, tensors, tie_weights=True, strict=False)
 
 
+def carry_over(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """`target`, which stands for `source`, with the attributes and gradient hooks that the user put on `source`."""
+    for name, value in vars(source).items():
+        vars(target).setdefault(name, value)
+    if target.requires_grad:
+        for hook in (source._backward_hooks or {}).values():
+            target.register_hook(hook)
+    return target
+
+
+def has_accumulation_hooks(parameter: torch.Tensor) -> bool:
+    """Something is to run when autograd has written ``parameter.grad``."""
+    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """``torch.compile`` wraps this module, or its ``compile()`` was called."""
+    return "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
+
+
 @contextlib.contextmanager
 def checkpoint_bypassed() -> Iterator[None]:
     """``torch.utils.checkpoint`` regions run once, as plain code: recompute is the plan's business.

@@ -125,7 +125,7 @@ class Engine:
             graphs["prologue"] = _counts_only(captured)
         snapshots: dict[str, Program] = {}
         program = run_passes(Program(graphs), context, watch=snapshots.__setitem__)
-        self.runtime.agree(f"program {Program(program.graphs)}")
+        self._agree(program, captured)
         executables = {
             name: Executable(graph.signature, *compile_graph(name, graph, self.plan.backend, self.runtime))
             for name, graph in program.graphs.items()
@@ -136,10 +136,19 @@ class Engine:
         self, kind: str, captured: Captured, spec: BatchSpec, context: PassContext, compiled: bool
     ) -> Evaluation:
         program = run_passes(Program({kind: captured.graph}), context)
+        self._agree(program, captured)
         graph = program.graphs[kind]
         backend = self.plan.backend if compiled else "debug"
         executable = Executable(graph.signature, *compile_graph(kind, graph, backend, self.runtime))
         return Evaluation(captured, program, executable)
+
+    def _agree(self, program: Program, captured: Captured) -> None:
+        """Every rank runs the same graphs on the same constants."""
+        closed_over = [
+            f"constant {name}, which the loss or model closes over, with the digest {batches.digest(value)}"
+            for name, value in captured.constants.items()
+        ]
+        self.runtime.agree("\n".join([*closed_over, f"program {Program(program.graphs)}"]))
 
     # ---------------------------------------------------------------- running
 

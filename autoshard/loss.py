@@ -11,6 +11,8 @@ from torch import Tensor
 
 from autoshard.errors import CaptureError
 
+_METRICS = {"loss", "grad_norm", "lr", "samples", "tokens"}
+
 
 @dataclass(frozen=True)
 class Mean:
@@ -75,6 +77,9 @@ def as_objective(returned: Any) -> Objective:
     value = returned
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping) and _is_loss(value[0]):
         value, named = value
+        taken = sorted(_METRICS & named.keys())
+        if taken:
+            raise CaptureError(f"extra {taken[0]!r} has the name of a metric that every step returns; choose another")
         extras = {name: _as_mean(f"extra {name!r}", extra) for name, extra in named.items()}
     elif not _is_loss(value) and getattr(value, "loss", None) is not None:
         value = value.loss

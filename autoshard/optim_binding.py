@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from autoshard import compat
 from autoshard.errors import OptimizerError
 from autoshard.optim_rules import HINTS, RULES, Group, Rule, Slot
 from autoshard.placement import shard_length
@@ -142,10 +143,10 @@ def bind(factory: Factory, named_parameters: Mapping[str, Tensor]) -> Binding:
     """
     if not named_parameters:
         raise OptimizerError("the model has no trainable parameter for the optimizer; set requires_grad on some")
-    metas = {
-        name: torch.nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"))
-        for name, p in named_parameters.items()
-    }
+    metas = {}
+    for name, p in named_parameters.items():
+        metas[name] = torch.nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"))
+        compat.carry_over(p, metas[name])  # a factory may sort by an attribute, such as _no_weight_decay
     optimizer = _call(factory, metas)
     groups = _read_groups(optimizer, metas)
     kind, names = type(optimizer), [name for group in groups for name in group.names]

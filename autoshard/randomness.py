@@ -8,11 +8,14 @@ below 2**63 so that every backend computes the same.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from autoshard.placement import shard_length
 
 _library = torch.library.Library("autoshard", "DEF")
 _library.define(
@@ -53,7 +56,9 @@ def uniform_reference(
     position: Tensor = torch.zeros((), dtype=torch.int64, device=key.device)
     stride = 1
     for d in reversed(range(len(shape))):
-        index = torch.arange(shape[d], dtype=torch.int64, device=key.device)
+        split = [n for n, dim in zip(ranks, dims, strict=True) if dim == d]
+        padded = shard_length(shape[d], math.prod(split)) * math.prod(split)
+        index = torch.arange(padded, dtype=torch.int64, device=key.device)
         for i in sorted((i for i, dim in enumerate(dims) if dim == d), key=lambda i: -outers[i]):
             index = index.view(outers[i], ranks[i], -1).index_select(1, coordinates[i]).flatten()
         position = position + (index * stride).view(-1, *[1] * (len(shape) - 1 - d))
@@ -77,7 +82,7 @@ def _uniform_fake(
 ) -> Tensor:
     local = list(shape)
     for dim, n in zip(dims, ranks, strict=True):
-        local[dim] //= n
+        local[dim] = shard_length(local[dim], n)
     return key.new_empty(local, dtype=dtype)
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import fx
 
 from autoshard import compat
-from autoshard.program import TAG, Graph, Tag
+from autoshard.errors import CaptureError
+from autoshard.program import TAG, Graph, Kind, Port, Tag
 
 Decompositions = dict[Any, Callable[..., Any]]
 
@@ -38,13 +39,18 @@ def retrace(
     *,
     inputs: list[torch.Tensor] | None = None,
     functionalize: bool = False,
+    may_write: Callable[[Port], bool] = lambda _: True,
 ) -> Graph:
     """`graph` traced again under `decompositions`, with the same signature.
 
     Args:
         inputs: fake tensors to trace on; None for those that `graph` was traced on.
         functionalize: replace in-place ops by pure ones; final writes into inputs are dropped, since a graph
-            returns new buffers as outputs.
+            graph returns new buffers as outputs.
+        may_write: which inputs such a write is dropped for.
+
+    Raises:
+        CaptureError: another input is written.
     """
     inputs = [node.meta["val"] for node in graph.placeholders()] if inputs is None else inputs
     first = default_tag(graph)
@@ -57,12 +63,29 @@ def retrace(
     with mode:
         module = compat.make_fx(compat.functionalized(run) if functionalize else run, inputs, decompositions)
     if functionalize:
+        ports = dict(zip(_placeholders(module), graph.signature.inputs, strict=True))
         for node in list(module.graph.nodes):
-            if node.target is torch.ops.aten.copy_.default and node.args[0].op == "placeholder" and not node.users:
+            if node.target is torch.ops.aten.copy_.default and node.args[0] in ports and not node.users:
+                port = ports[node.args[0]]
+                if not may_write(port):
+                    what = (
+                        port.name
+                        if port.kind is Kind.PARAMETER
+                        else f"a tensor of shape {port.shape} that is no buffer"
+                    )
+                    raise CaptureError(
+                        f"the model or loss changes {what} in place, which would be lost: a step changes buffers "
+                        "only. Keep what changes in a buffer (register_buffer), limit a weight by a parametrization "
+                        "(torch.nn.utils.parametrize), and leave trained parameters to the optimizer"
+                    )
                 module.graph.erase_node(node)
     tag_the_rest(module, first)
     clean(module)
     return Graph(module, graph.signature, graph.local)
+
+
+def _placeholders(module: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in module.graph.nodes if node.op == "placeholder"]
 
 
 def tag_the_rest(module: fx.GraphModule, given: Tag) -> None:

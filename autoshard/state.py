@@ -6,7 +6,7 @@ DTensors that are views of the part without padding.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,8 +48,8 @@ class Layout:
 
 @dataclass(frozen=True)
 class StateLayout:
-    """The layout of every tensor of a state, where it lies, the other names of tied parameters, and the
-    values that optimizer slots start from."""
+    """The layout of every tensor of a state, where it lies, the other names of tied parameters, the values that
+    optimizer slots start from, and how ranks make sure that all make the same call."""
 
     layouts: Mapping[Key, Layout]
     axes: tuple[Axis, ...]
@@ -57,6 +57,7 @@ class StateLayout:
     coordinates: Mapping[str, int]
     aliases: Mapping[str, str]
     fills: Mapping[Key, float]
+    agree: Callable[[str], None]
 
     def shard(self, key: Key, whole: Tensor) -> Tensor:
         """This rank's padded shard of a whole tensor, in memory of its own, zeros as padding."""
@@ -206,6 +207,7 @@ class State:
         section = self.buffers if name in self.buffers else self.params
         if name not in section:
             raise unknown_entry("parameter or buffer", name, [*self.params, *self.buffers])
+        self.layout.agree(f"state.full({name!r})")  # a rank that does not call it would read another's message
         shard = section[name]
         whole: Tensor = shard.full_tensor()
         # What is whole at rest comes as it is, and the next step writes there.

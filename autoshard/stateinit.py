@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
+from autoshard import compat
 from autoshard.capture import Modules
 from autoshard.errors import AutoshardError
 from autoshard.manager import PassContext
@@ -17,6 +21,8 @@ from autoshard.passes.update import slot_placements
 from autoshard.passes.zero import at_rest
 from autoshard.runtime import Runtime
 from autoshard.state import Key, Layout, State, StateLayout
+
+_consumed: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules whose weights a state has taken
 
 
 @dataclass
@@ -43,12 +49,16 @@ class Source:
         Raises:
             AutoshardError: nothing in the model is trainable, or a frozen module's names clash with the model's.
         """
-        recording = None
+        recording, consumed = None, False
+        for root in (model, *frozen.values()):
+            if isinstance(root, nn.Module):
+                _check_traceable(root)
         if not isinstance(model, nn.Module):
             recording = record(model)
             model = recording.module
         elif any(t.is_meta for t in _tensors(model)):
-            recording = record_reset(model)
+            consumed = model in _consumed  # to be initialised anew is not what its owner expects
+            recording = None if consumed else record_reset(model)
         for name in frozen:
             if any(own == name or own.startswith(name + ".") for own, _ in model.named_modules()):
                 raise AutoshardError(f"frozen[{name!r}] has the name of a module of the model; choose another")
@@ -70,14 +80,15 @@ class Source:
         shapes = [f"parameter {n} {list(p.shape)} {p.dtype} {p.requires_grad}" for n, p in modules.parameters().items()]
         shapes += [f"buffer {n} {list(b.shape)} {b.dtype}" for n, b in modules.buffers().items()]
         aliases = {name: other for name, other in every.items() if name != other}
-        return cls(modules, recording, seed, "\n".join(shapes), aliases)
+        return cls(modules, recording, seed, "\n".join(shapes), aliases, consumed)
 
     def state(self, layout: StateLayout, device: torch.device) -> State:
         """A state with initial values."""
         if self.consumed:
             raise AutoshardError(
                 "this step's model has given its weights to a state already; keep that state, or call "
-                "step.init(batch, keep_model=True) the first time, or give the model as a callable"
+                "step.init(batch, keep_model=True) the first time, or give the model as a callable; "
+                "step.load needs no weights"
             )
         held: dict[Key, Tensor] = {}
 
@@ -104,17 +115,37 @@ class Source:
         """The module's tensors become meta: their values live in the state."""
         if self.recording is None:
             self.consumed = True
+            _consumed.update(module for _, root in self.modules for module in root.modules())
         for _, root in self.modules:
             made: dict[int, nn.Parameter] = {}
             for module in root.modules():
                 for name, p in list(module._parameters.items()):
                     if p is not None and not p.is_meta:
                         if id(p) not in made:
-                            made[id(p)] = nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
+                            meta = nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
+                            made[id(p)] = cast(nn.Parameter, compat.carry_over(p, meta))
                         module._parameters[name] = made[id(p)]
                 for name, b in list(module._buffers.items()):
                     if b is not None:
                         module._buffers[name] = b.to("meta")
+
+
+def _check_traceable(model: nn.Module) -> None:
+    """
+    Raises:
+        AutoshardError: a part of the model is compiled, scripted or not built yet.
+    """
+    for name, module in model.named_modules():
+        what = f"{name or 'the model'} ({type(module).__name__})"
+        if compat.is_compiled(module):
+            raise AutoshardError(f"{what} is compiled by torch.compile; give the plain module: autoshard compiles it")
+        if isinstance(module, torch.jit.ScriptModule):
+            raise AutoshardError(f"{what} is a TorchScript module, which cannot be traced; give the Python module")
+        lazy = [n for n, p in module.named_parameters(recurse=False) if is_lazy(p)]
+        if lazy:
+            raise AutoshardError(
+                f"{what} has no shape for {', '.join(lazy)} yet; call the model once on a sample before"
+            )
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
@@ -166,7 +197,7 @@ def layout(source: Source, with_gradient: Iterable[str], context: PassContext, r
     layouts["step",] = Layout((), torch.int64, context.replicate())
     layouts["rng",] = Layout((2,), torch.int64, context.replicate())
     where = runtime.mesh.coordinates(runtime.rank)
-    return StateLayout(layouts, context.axes, runtime.device_mesh, where, source.aliases, fills)
+    return StateLayout(layouts, context.axes, runtime.device_mesh, where, source.aliases, fills, runtime.agree)
 
 
 def named_tensors(state: State) -> dict[str, Tensor]:

@@ -458,6 +458,7 @@ _OWN: dict[Any, Callable[..., Any]] = {
     aten.new_empty.default: _of_zeros,
     aten.full_like.default: _filled_like,
     aten.zeros_like.default: _filled_like,
+    aten.zero.default: _filled_like,
     aten.empty_like.default: _filled_like,
     aten.ones_like.default: _ones_like,
     aten.new_empty_strided.default: _empty_strided,

@@ -10,6 +10,9 @@ collective that performs it. Rank coordinates are inputs; all ranks have this on
 
 from __future__ import annotations
 
+import math
+import operator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,7 +25,7 @@ from autoshard.fragments import Writer
 from autoshard.manager import PassContext
 from autoshard.ops import whole
 from autoshard.passes.place import op_outputs, redistribute
-from autoshard.placement import REPLICATE, Placement, Shard, shard_length
+from autoshard.placement import REPLICATE, Partial, Placement, Shard, shard_length
 from autoshard.program import Graph, Kind, Placements, Port, Program, Signature, tag
 from autoshard.randomness import uniform_op
 from autoshard.retrace import clean, default_tag
@@ -46,6 +49,16 @@ def local_shape(shape: tuple[int, ...], placements: Placements, context: PassCon
     return placement.local_shape(shape, placements, [axis.ranks for axis in context.axes])
 
 
+def _neutral_value(op: str, dtype: torch.dtype) -> float | int | bool:
+    """What changes nothing when it is joined with other values by `op`."""
+    if op == "sum" or dtype == torch.bool:
+        return op == "min" if dtype == torch.bool else 0
+    if dtype.is_floating_point:
+        return -math.inf if op == "max" else math.inf
+    info = torch.iinfo(dtype)
+    return info.min if op == "max" else info.max
+
+
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
 
@@ -58,6 +71,7 @@ class _Lowering:
         self.writer = Writer()
         self.local: dict[fx.Node, fx.Node] = {}
         self.coordinates: list[fx.Node] = []
+        self.masked: dict[tuple[fx.Node, int, str], fx.Node] = {}
 
     def run(self) -> Graph:
         coordinates = coordinate_ports(self.context)
@@ -80,15 +94,14 @@ class _Lowering:
         for node in self.graph.module.graph.nodes:
             if node.op in ("call_function", "get_attr"):
                 self.local[node] = self._node(node)
-        module = self.writer.finish([self.local[node] for node in self.graph.output_nodes()])
+        module = self.writer.finish([self._leaving(node) for node in self.graph.output_nodes()])
         clean(module)
         return Graph(module, Signature(ports, self.graph.signature.outputs), local=True)
 
     def _node(self, n: fx.Node) -> fx.Node:
         if n.op == "get_attr":
             return self.writer.constant(n, self.graph.module)
-        given: Any = fx.map_arg((n.args, n.kwargs), self.local.__getitem__)
-        args, kwargs = given
+        args, kwargs = self._given(n)
         if n.target is redistribute:
             result = self._redistribute(n, args[0])
         elif n.target is uniform_op:
@@ -105,6 +118,56 @@ class _Lowering:
             result = self.writer.call(n.target, tuple(self._localize(n, list(args))), kwargs, tag(n), n.name)
         self._check(n, result.meta["val"])
         return result
+
+    def _given(self, n: fx.Node) -> Any:
+        """Local arguments; what is summed up over a dim that ends in padding has that padding made neutral."""
+        reducing = {} if n.target is redistribute or n.target is operator.getitem else self._reducing(n)
+        found: Any = fx.map_arg((n.args, n.kwargs), lambda x: self._neutral(x, reducing))
+        return found
+
+    def _reducing(self, n: fx.Node) -> dict[int, str]:
+        """The axes on which an output of `n` is not split, and how its terms are joined there."""
+        found = {}
+        for axis in range(len(self.context.axes)):
+            ends = [p[axis] for p in tag(n).placements]
+            if not all(isinstance(end, Shard) for end in ends):
+                found[axis] = next((end.op for end in ends if isinstance(end, Partial)), "sum")
+        return found
+
+    def _neutral(self, x: fx.Node, reducing: Mapping[int, str]) -> fx.Node:
+        """The local value of `x`, with the neutral element as padding on the axes of `reducing`."""
+        value = x.meta.get("val")
+        if not isinstance(value, Tensor):
+            return self.local[x]
+        local = self.local[x]
+        for axis, op in reducing.items():
+            p, n = tag(x).placements[0][axis], self.context.axes[axis].ranks
+            if not isinstance(p, Shard) or value.shape[p.dim] % n == 0 or self._is_zero_padded(x, op):
+                continue
+            key = (x, axis, op)
+            if key not in self.masked:
+                self.masked[key] = self._masked(local, p.dim, value.shape[p.dim], axis, op, x)
+            local = self.masked[key]
+        return local
+
+    @staticmethod
+    def _is_zero_padded(x: fx.Node, op: str) -> bool:
+        """Parameters, and what a change of placement has made, are padded with zeros."""
+        return op == "sum" and (x.op == "placeholder" or x.target is redistribute)
+
+    def _masked(self, local: fx.Node, dim: int, size: int, axis: int, op: str, x: fx.Node) -> fx.Node:
+        def mask(t: Tensor, coordinate: Tensor) -> Tensor:
+            length = t.shape[dim]
+            places = torch.arange(length, device=t.device) + coordinate * length
+            inside = (places < size).view(-1, *[1] * (t.dim() - 1 - dim))
+            return torch.where(inside, t, torch.full((), _neutral_value(op, t.dtype), dtype=t.dtype, device=t.device))
+
+        key = ("neutral", dim, size, axis, op)
+        return self.writer.write(mask, [local, self.coordinates[axis]], tag(x).but(role=None), key)
+
+    def _leaving(self, x: Any) -> Any:
+        """An output: padding that leaves is zero."""
+        return self._neutral(x, dict.fromkeys(range(len(self.context.axes)), "sum"))
 
     def _redistribute(self, n: fx.Node, x: fx.Node) -> fx.Node:
         arguments: tuple[Any, ...] = n.args

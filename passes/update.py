@@ -185,7 +185,7 @@ class _Epilogue:
         """The L2 norm of the whole gradient; one all-reduce per set of axes over which gradients are sharded."""
 
         def squares(grad: Tensor) -> Tensor:
-            wide = ops.wide(grad)
+            wide = ops.wide(grad.abs() if grad.is_complex() else grad)
             return (wide * wide).sum(dtype=torch.float64)
 
         sums: dict[tuple[int, ...], list[fx.Node]] = {}

@@ -6,6 +6,7 @@ import collections
 import functools
 import re
 import traceback
+from collections import UserDict
 from typing import Any
 
 import pytest
@@ -125,6 +126,33 @@ def test_every_node_says_its_phase_and_module() -> None:
     assert [t.module for t in products if t.phase is Phase.INPUT_GRADIENT] == ["2"]
 
 
+def test_gradient_hooks_and_attributes_of_a_parameter_are_kept_by_new_programs_too() -> None:
+    layer = nn.Linear(3, 3).double()
+    layer.weight.register_hook(lambda grad: grad * 3)
+    layer.weight.factor = 5.0  # type: ignore[attr-defined]
+    model = Wrapped(lambda self, x: x * self.linear.weight.factor)
+    model.linear = layer
+    weight, bias = layer.weight.detach().clone(), layer.bias.detach().clone()
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).mean()
+
+    step = autoshard.parallelize(model, Plan(backend="debug", device="cpu"), loss=loss)
+    state = step.init(torch.zeros(2, 3, dtype=torch.float64))
+    x = torch.randn(5, 3, dtype=torch.float64)
+    _, gradients = step.gradients(state, x)
+    weight.requires_grad_()
+    expected = torch.autograd.grad((nn.functional.linear(x, weight, bias) * 5).mean(), weight)[0] * 3
+    torch.testing.assert_close(gradients["linear.weight"].full_tensor(), expected)
+
+
+def test_a_hook_that_would_never_run_is_refused() -> None:
+    model = nn.Linear(3, 3)
+    model.weight.register_post_accumulate_grad_hook(lambda p: None)
+    with pytest.raises(CaptureError, match=r"^weight .*register_hook"):
+        capture(model)
+
+
 def test_a_checkpointed_block_is_captured_once() -> None:
     from torch.utils.checkpoint import checkpoint
 
@@ -214,3 +242,83 @@ def test_verify_of_a_module_that_init_has_consumed_says_how_to_keep_it() -> None
     autoshard.parallelize(model, plan, loss=loss).init(torch.zeros(2, 2))
     with pytest.raises(autoshard.AutoshardError, match=r"keep_model=True"):
         autoshard.verify(model, plan, torch.zeros(2, 2), loss=loss)
+
+
+def test_a_module_that_init_has_consumed_is_not_initialised_anew_by_another_step() -> None:
+    model, plan, batch = nn.Sequential(nn.Linear(2, 2)), Plan(backend="debug", device="cpu"), torch.zeros(2, 2)
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean()
+
+    autoshard.parallelize(model, plan, loss=loss).init(batch)
+    for other in (model, model[0]):
+        with pytest.raises(autoshard.AutoshardError, match=r"weights to a state already.*keep_model=True"):
+            autoshard.parallelize(other, plan, loss=loss).init(batch)
+
+
+@pytest.mark.parametrize("kind", ["parameter", "data of a parameter", "frozen parameter", "attribute", "max_norm"])
+def test_a_write_that_would_be_lost_is_refused_by_name(kind: str) -> None:
+    def body(self: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            if kind == "parameter":
+                self.linear.weight.clamp_(-0.1, 0.1)
+            elif kind == "data of a parameter":
+                self.linear.weight.data[0].mul_(2)
+            elif kind == "frozen parameter":
+                self.teacher.weight.mul_(0.9).add_(self.linear.weight, alpha=0.1)
+            elif kind == "attribute":
+                self.center.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        return x + self.table(x.argmax(1)) - self.center - self.teacher(x)
+
+    model: Any = Wrapped(body)
+    model.table = nn.Embedding(3, 3, max_norm=0.5 if kind == "max_norm" else None)
+    model.teacher = nn.Linear(3, 3).requires_grad_(False)
+    model.center = torch.zeros(3)
+    name = {"frozen parameter": "teacher.weight", "attribute": r"shape \(3,\)", "max_norm": "table.weight"}
+    with pytest.raises(CaptureError, match=f"changes .*{name.get(kind, 'linear.weight')}.* in place"):
+        capture(model)
+
+
+def test_a_sparse_gradient_is_refused_by_name() -> None:
+    model = Wrapped(lambda self, x: x + self.table(x.argmax(1)))
+    model.table = nn.Embedding(3, 3, sparse=True)
+    with pytest.raises(CaptureError, match=r"table.weight is sparse"):
+        capture(model)
+
+
+def test_an_extra_with_the_name_of_a_metric_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"'lr' has the name"):
+        capture(nn.Linear(3, 3), lambda model, x: (model(x).mean(), {"lr": x.mean()}))
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (lambda: torch.compile(nn.Linear(3, 3)), "torch.compile"),
+        (lambda: nn.Sequential(torch.jit.script(nn.Linear(3, 3))), "TorchScript"),
+        (lambda: nn.Sequential(nn.LazyLinear(3)), r"0 \(LazyLinear\) has no shape for weight"),
+    ],
+)
+def test_a_model_that_cannot_be_traced_as_it_is_says_so(make: Any, what: str) -> None:
+    with pytest.raises(autoshard.AutoshardError, match=what):
+        autoshard.parallelize(make(), Plan(backend="debug", device="cpu"))
+
+
+class _Opaque:
+    def __init__(self) -> None:
+        self.x = torch.zeros(4, 3)
+
+
+@pytest.mark.parametrize(
+    ("batch", "what"),
+    [
+        (torch.zeros(4, 3).numpy(), "numpy array.*from_numpy"),
+        ({"x": torch.zeros(4, 3).to_sparse()}, "x.*sparse.*to_dense"),
+        (UserDict({"x": torch.zeros(4, 3)}), r"UserDict that holds tensors \(x\).*dict\(batch\)"),
+        (_Opaque(), r"_Opaque that holds tensors \(x\).*register_dataclass"),
+    ],
+)
+def test_a_batch_whose_tensors_cannot_be_seen_is_refused(batch: Any, what: str) -> None:
+    step = autoshard.parallelize(nn.Linear(3, 3), Plan(backend="debug", device="cpu"))
+    with pytest.raises(autoshard.BatchError, match=what):
+        step.init(batch)

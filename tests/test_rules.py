@@ -152,6 +152,7 @@ def _creations() -> None:
     for op in (aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default):
         add(op, like, dtype=torch.float32)
     add(aten.full_like.default, like, 3)
+    add(aten.zero.default, like)
 
 
 def _arithmetic() -> None:
@@ -498,6 +499,8 @@ def gpu_calls() -> list[Call]:
         for bias in (None, half(6, 6, 16, 32)) if kernel == "efficient" else (None,):
             masked = () if kernel == "flash" else (bias, True)
             found.append(Call(op, (q, k, v, *masked), {}))
+            if kernel == "flash":
+                found += [Call(op, (q, k[:, :heads], v[:, :heads]), {}) for heads in (3, 1)]
             out, lse, *rest = op(q, k, v, *masked)
             if kernel == "efficient":
                 seed, offset = rest

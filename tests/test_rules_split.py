@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -16,15 +18,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from autoshard.capture import Modules, capture_training
+from autoshard.capture import Modules, call_model, capture_training
 from autoshard.collectives import Axis
 from autoshard.manager import PassContext
 from autoshard.passes.canonicalize import canonicalize
-from autoshard.placement import Partial, Shard
+from autoshard.placement import REPLICATE, Partial, Placement, Shard
 from autoshard.plan import Mesh, Plan
 from autoshard.program import Kind, Program
-from autoshard.rules import candidates, rule_of, spread
-from autoshard.rules.options import op_of
+from autoshard.rules import Row, candidates, rule_of, spread
+from autoshard.rules.options import op_of, tensor_inputs
+from tests.zoo import ZOO
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -212,3 +215,69 @@ def test_a_bias_is_added_to_the_sum_and_not_to_its_terms() -> None:
     rule = rule_of(add.target)
     rows = list(candidates(rule, op_of(add), (Partial(), Shard(0)), 2))
     assert not any(isinstance(p, Partial) for row in rows for p in row.outputs)
+
+
+# ---------------------------------------------------------------- whole models
+
+Seeds = dict[str, Shard]
+LAYOUTS: dict[str, Seeds] = {
+    "llama": {r"embed|head\.|query|key|value|gate|up\.": Shard(0), r"out\.|down": Shard(1)},
+    "gpt": {"embed|mlp.0": Shard(0), "qkv": Shard(0, 3), "(out|mlp.2).weight": Shard(1)},
+    "torch_encoder": {"embed|linear1": Shard(0), "in_proj": Shard(0, 3), "(out_proj|linear2).weight": Shard(1)},
+    "resnet": {"layer.*(conv1|bn1)": Shard(0), "layer.*conv2": Shard(1)},
+}
+
+
+def gathers(module: fx.GraphModule, seeds: dict[fx.Node, Placement]) -> list[str]:
+    """Where a shard would have to be gathered, when every call takes the row that moves the least."""
+    placed: dict[fx.Node, tuple[Placement, ...]] = {n: (p,) for n, p in seeds.items()}
+    free: set[fx.Node] = set()  # of no input, made as they are needed
+    found = []
+    for node in module.graph.nodes:
+        if node.op != "call_function" or node.target is operator.getitem:
+            if node.op == "call_function":
+                placed[node] = (placed[node.args[0]][node.args[1]],)
+            continue
+        op, rule, feeds = op_of(node), rule_of(node.target), tensor_inputs(node)
+        if rule is not None and all(n in free for n in feeds) and len(op.outputs) == 1:
+            free.add(node)
+            continue
+        now = tuple(REPLICATE if n in free else placed[n][0] for n in feeds)
+
+        def cost(row: Row, now: Any = now, op: Any = op) -> tuple[int, int, bool]:
+            moved = [(p, t.numel()) for p, need, t in zip(now, row.inputs, op.inputs, strict=True) if p != need]
+            return (
+                sum(n for p, n in moved if isinstance(p, Shard)),
+                sum(n for p, n in moved if isinstance(p, Partial)),
+                all(p == REPLICATE for p in row.outputs),
+            )
+
+        row = min(candidates(rule, op, now, 2), key=cost)
+        placed[node] = row.outputs
+        if cost(row)[0]:
+            found.append(f"{node.format_node()}: {' '.join(map(str, now))}")
+    return found
+
+
+def gathers_of(name: str, layout: Seeds) -> list[str]:
+    """`gathers` of the training graph of a model of the zoo, its parameters split as the first pattern says."""
+    case = next(case for case in ZOO if case.name == name)
+    modules = Modules(case.model(), {})
+    batch = case.batches(1)[0]
+    captured = capture_training(modules, case.loss or call_model, batch, ranks=1, accumulate=1, device=CPU)
+    graph = canonicalize(Program({"micro": captured.graph}), tensor_axis()).graphs["micro"]
+    seeds: dict[fx.Node, Placement] = {}
+    for node, port in zip(graph.placeholders(), graph.signature.inputs, strict=True):
+        matching = [shard for text, shard in layout.items() if re.search(text, port.name)]
+        seeds[node] = matching[0] if matching and port.kind is Kind.PARAMETER else REPLICATE
+    assert set(layout.values()) <= set(seeds.values())
+    return gathers(graph.module, seeds)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_model_whose_layers_are_split_in_pairs_gathers_nothing(name: str) -> None:
+    assert not gathers_of(name, LAYOUTS[name])
+
+
+def test_fused_projections_that_are_split_as_one_are_gathered() -> None:
+    assert gathers_of("gpt", LAYOUTS["gpt"] | {"qkv": Shard(0)})

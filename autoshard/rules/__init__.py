@@ -173,13 +173,19 @@ def spread(rule: Rule, op: Op, index: int, shard: Shard, output: bool, ranks: in
     if label in labels.units:
         units = labels.units[label]
         return row if divides(units, shard, ranks) and not any(size % units for size in sizes) else None
-    if len(sizes) != 1 or not divides(sizes.pop(), shard, ranks):
+    if len(sizes) != 1 or not splits(sizes.pop(), shard, ranks):
         return None
     return row
 
 
 def divides(size: int, shard: Shard, ranks: int) -> bool:
+    """Whether a dim of `size` falls into equal parts."""
     return size % (shard.outer * ranks) == 0 and size > 0
+
+
+def splits(size: int, shard: Shard, ranks: int) -> bool:
+    """Whether every rank gets some of a dim of `size`, the last ones less than the others where it does not divide."""
+    return divides(size, shard, ranks) or (shard.outer == 1 and size > ranks)
 
 
 def indexed_dim(rule: Rule, op: Op) -> tuple[bool, int, int] | None:

@@ -7,16 +7,16 @@ one of a fused q, k and v, asks its input for a strided shard, which flows back 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, fx
 
 from autoshard.placement import PARTIAL, REPLICATE, Placement, Shard
 from autoshard.randomness import uniform_op
-from autoshard.rules import Op, Row, divides, make_op, replicated, rule_of, spread
+from autoshard.rules import Op, Row, divides, make_op, replicated, rule_of, splits, spread
 
-# What is asked of an operand: (node, operand, is it an output, its placement) to whether it goes with the other axes.
 Fits = Callable[[fx.Node, Row], bool]
 Source = tuple[fx.Node, int]  # a node and which of its outputs
 
@@ -33,6 +33,18 @@ def op_of(node: fx.Node) -> Op:
     return make_op(node.target, args, kwargs, node.meta.get("val"))
 
 
+def signature_of(node: fx.Node) -> str:
+    """Alike for nodes that make the same call: op, constants, and shapes and dtypes of tensors."""
+    fixed = fx.map_arg((node.args, node.kwargs), lambda n: _type_of(n.meta.get("val")))
+    return f"{node.target} {fixed} {_type_of(node.meta.get('val'))}"
+
+
+def _type_of(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return f"{value.dtype}{list(value.shape)}"
+    return tuple(map(_type_of, value)) if isinstance(value, (tuple, list)) else value
+
+
 def source_of(node: fx.Node) -> Source:
     """Where a value is made: behind a getitem, the node with several outputs."""
     if node.target is operator.getitem:
@@ -41,6 +53,57 @@ def source_of(node: fx.Node) -> Source:
         assert isinstance(index, int)
         return maker, index
     return node, 0
+
+
+class _Call:
+    """The rows of every node with one signature."""
+
+    def __init__(self, op: Op, ranks: int) -> None:
+        self.op = op
+        self.ranks = ranks
+        self.rule = rule_of(op.target)
+        self._flows: dict[tuple[tuple[Placement, ...], ...], list[Row]] = {}
+        self._made: dict[Shard, Row | None] = {}
+
+    def flow(self, feeds: tuple[tuple[Placement, ...], ...]) -> list[Row]:
+        """The rows that placements of the inputs suggest."""
+        if feeds not in self._flows:
+            self._flows[feeds] = [row for row in self._flow(feeds) if row is not None]
+        return self._flows[feeds]
+
+    def _flow(self, feeds: tuple[tuple[Placement, ...], ...]) -> Iterator[Row | None]:
+        op, rule = self.op, self.rule
+        yield replicated(op)
+        if rule is None:
+            return
+        for i, placements in enumerate(feeds):
+            for placement in placements:
+                if isinstance(placement, Shard):
+                    yield spread(rule, op, i, placement, False, self.ranks)
+        for linear in rule.linear(op):
+            if linear and all(i < len(feeds) and PARTIAL in feeds[i] for i in linear):
+                yield Row(
+                    tuple(PARTIAL if i in linear else REPLICATE for i in range(len(feeds))),
+                    (PARTIAL,) * len(op.outputs),
+                )
+        if rule.spread is not None and op.outputs[0] is not None:
+            for d in range(op.outputs[0].dim()):
+                yield self.made(Shard(d))
+
+    def made(self, shard: Shard) -> Row | None:
+        """The row by which the first output is made as `shard`."""
+        if shard not in self._made:
+            self._made[shard] = self._make(shard)
+        return self._made[shard]
+
+    def _make(self, shard: Shard) -> Row | None:
+        op, out = self.op, self.op.outputs[0]
+        if out is None or shard.dim >= out.dim():
+            return None
+        if op.target is uniform_op:
+            whole = (REPLICATE,) * len(op.inputs)
+            return Row(whole, (shard,)) if splits(out.shape[shard.dim], shard, self.ranks) else None
+        return spread(self.rule, op, 0, shard, True, self.ranks) if self.rule is not None else None
 
 
 @dataclass
@@ -58,19 +121,23 @@ class Options:
     inputs: Mapping[fx.Node, tuple[Placement, ...]]
     slices: Mapping[fx.Node, tuple[Shard, ...]]
     fits: Fits
-    ops: dict[fx.Node, Op] = field(default_factory=dict)
+    signatures: dict[fx.Node, str] = field(default_factory=dict)
     rows: dict[fx.Node, dict[Row, None]] = field(default_factory=dict)
     free: set[fx.Node] = field(default_factory=set)  # depend on no input
     parameters: dict[fx.Node, dict[Placement, None]] = field(default_factory=dict)
+    _calls: dict[str, _Call] = field(default_factory=dict)
 
     def run(self, graph: fx.Graph, parameters: set[fx.Node]) -> Options:
         nodes = [n for n in graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
         self.parameters = {n: dict.fromkeys(self.inputs[n]) for n in parameters}
         for node in nodes:
-            self.ops[node] = op_of(node)
+            signature = self.signatures[node] = signature_of(node)
+            if signature not in self._calls:
+                self._calls[signature] = _Call(op_of(node), self.ranks)
             self.rows[node] = {}
             feeds = tensor_inputs(node)
-            if node.target is uniform_op or (len(self.ops[node].outputs) == 1 and all(f in self.free for f in feeds)):
+            single = len(self._calls[signature].op.outputs) == 1
+            if node.target is uniform_op or (single and all(f in self.free for f in feeds)):
                 self.free.add(node)
         for _ in range(2):
             for node in nodes:
@@ -95,36 +162,13 @@ class Options:
             self.rows[node][row] = None
 
     def _forward(self, node: fx.Node) -> None:
-        op, rule = self.ops[node], rule_of(node.target)
-        self._add(node, replicated(op))
-        if rule is None:
-            return
-        feeds = [self.available(feed) for feed in tensor_inputs(node)]
-        for i, placements in enumerate(feeds):
-            for placement in placements:
-                if isinstance(placement, Shard):
-                    self._add(node, spread(rule, op, i, placement, False, self.ranks))
-        for linear in rule.linear(op):
-            if linear and all(i < len(feeds) and PARTIAL in feeds[i] for i in linear):
-                row = Row(
-                    tuple(PARTIAL if i in linear else REPLICATE for i in range(len(feeds))),
-                    (PARTIAL,) * len(op.outputs),
-                )
-                self._add(node, row)
-        if rule.spread is not None:
-            for d in range(op.outputs[0].dim() if op.outputs[0] is not None else 0):
-                self._add(node, self._made(node, Shard(d)))
+        call = self._calls[self.signatures[node]]
+        feeds = tuple(tuple(self.available(feed)) for feed in tensor_inputs(node))
+        for row in call.flow(feeds):
+            self._add(node, row)
 
     def _made(self, node: fx.Node, shard: Shard) -> Row | None:
-        """The row by which a node makes its first output as `shard`."""
-        op, rule = self.ops[node], rule_of(node.target)
-        out = op.outputs[0]
-        if out is None or shard.dim >= out.dim():
-            return None
-        if node.target is uniform_op:
-            whole = (REPLICATE,) * len(op.inputs)
-            return Row(whole, (shard,)) if divides(out.shape[shard.dim], shard, self.ranks) else None
-        return spread(rule, op, 0, shard, True, self.ranks) if rule is not None else None
+        return self._calls[self.signatures[node]].made(shard)
 
     def _backward(self, node: fx.Node) -> None:
         """What a node's rows want of its inputs is made there, where that is by a rule."""

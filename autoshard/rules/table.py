@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from autoshard.placement import Shard
-from autoshard.rules import INDEXED, Labels, Localize, Op, Row, Rule, Shape, divides, parse, pieces, shifted
+from autoshard.rules import INDEXED, Labels, Localize, Op, Row, Rule, Shape, parse, pieces, shifted, splits
 from autoshard.rules.views import carry
 
 aten = torch.ops.aten
@@ -160,8 +160,8 @@ def _view(op: Op, index: int, shard: Shard, output: bool, ranks: int) -> Row | N
     before, after = op.inputs[0].shape, op.outputs[0].shape  # type: ignore[union-attr]
     if output:
         source = carry(after, before, shard, ranks)
-        return Row((source,), (shard,)) if source is not None and divides(after[shard.dim], shard, ranks) else None
-    target = carry(before, after, shard, ranks) if divides(before[shard.dim], shard, ranks) else None
+        return Row((source,), (shard,)) if source is not None and splits(after[shard.dim], shard, ranks) else None
+    target = carry(before, after, shard, ranks) if splits(before[shard.dim], shard, ranks) else None
     return Row((shard,), (target,)) if target is not None else None
 
 
@@ -698,6 +698,7 @@ TABLE: dict[Any, Rule] = {
     aten.new_empty.default: Rule(_created, sizes={1: 0}),
     aten.full_like.default: Rule(_created),
     aten.zeros_like.default: Rule(_created),
+    aten.zero.default: Rule(_created),
     aten.ones_like.default: Rule(_created),
     aten.empty_like.default: Rule(_created),
     # linear arithmetic, through which partial sums flow

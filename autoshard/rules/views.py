@@ -43,7 +43,8 @@ def carry(before: Sequence[int], after: Sequence[int], shard: Shard, ranks: int)
         for d in b:
             size = after[d]
             if outer == 1 or (size % outer == 0 and size > outer):
-                return Shard(d, outer) if size % (outer * ranks) == 0 else None
+                kept = outer == 1 and len(a) == len(b) == 1  # the dim itself, which may be split unevenly
+                return Shard(d, outer) if kept or size % (outer * ranks) == 0 else None
             if outer % size:
                 return None
             outer //= size

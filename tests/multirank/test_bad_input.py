@@ -291,6 +291,20 @@ def test_not_a_number_in_a_loaded_parameter_is_refused_by_name(tmp_path: Path) -
     refused(_load, "CheckpointError", r"2\.weight", "NaN|not a number|finite", args=(path,))
 
 
+def _evaluate_saved(path: str) -> tuple[float, int]:
+    import autoshard
+
+    step = autoshard.parallelize(_model(), _plan(zero=2), loss=_loss)  # no optimizer
+    state = step.load(path)
+    return float(step.evaluate(state, _batch())["loss"]), len(state.optimizer)
+
+
+def test_a_checkpoint_of_training_is_read_for_evaluation_without_its_optimizer(tmp_path: Path) -> None:
+    first, second = run_ranks(_evaluate_saved, 2, _saved(tmp_path))
+    assert first == second
+    assert first[1] == 0
+
+
 # ---------------------------------------------------------------- ranks that differ
 
 
@@ -416,6 +430,144 @@ def test_a_mistake_on_one_rank_alone_ends_both() -> None:
         assert outcome.end is End.RAISED, outcome.details
         assert "AutoshardError" in outcome.kind
         assert outcome.seconds < SECONDS
+
+
+# ---------------------------------------------------------------- a rank that takes another path later
+
+
+class _OtherInEval(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        return x - x.mean(0) if not self.training and dist.get_rank() == 1 else x
+
+
+def _other_path(kind: str) -> None:
+    import autoshard
+
+    rank = dist.get_rank()
+    weight = torch.full((4,), float(rank), dtype=torch.float64)
+    loss = {
+        "constant": lambda model, batch: (model(batch["x"]) * weight).mean(),
+        "value": lambda model, batch: model(batch["x"]).mean() * batch["n"],
+        "replicated": lambda model, batch: (model(batch["x"]) * batch["w"]).mean(),
+        "task": lambda model, batch: model(batch["x"]).mean() if batch["task"] == "a" else model(batch["x"]).sum(),
+    }.get(kind, _loss)
+    fields = {"zero": 0} if kind == "task" else {}  # it makes two programs
+    step = _step(_OtherInEval().double() if "program" in kind else None, loss, **fields)
+    batch: dict[str, Any] = _batch()
+    batch |= {"n": torch.tensor(1.0 + rank)} if kind == "value" else {}
+    batch |= {"w": autoshard.Replicated(weight)} if kind == "replicated" else {}
+    batch |= {"task": "a"} if kind == "task" else {}
+    state = step.init(batch)
+    if kind == "task":
+        for task in ("a", "b"):  # both programs exist
+            step.gradients(state, batch | {"task": task})
+        batch["task"] = "ab"[rank]
+    if kind == "full" and rank == 0:
+        state.full("0.weight")
+    if kind == "evaluation's keys" and rank == 0:
+        batch["z"] = batch["x"]
+    if kind == "evaluation's shape":
+        batch["z"] = torch.zeros(4, 3 + rank)
+    if kind == "forward's program":
+        step.forward(state, batch["x"])
+    elif kind.startswith("evaluation"):
+        step.evaluate(state, batch)
+    else:
+        step(state, batch)
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        ("full", "full.*step"),
+        ("forward's program", "sub|mean|sum"),
+        ("evaluation's program", "sub|mean|sum"),
+        ("evaluation's keys", "z"),
+        ("evaluation's shape", "z.*3.*4"),
+        ("constant", "constant"),
+        ("value", r"\['n'\].*1\.0.*2\.0"),
+        ("replicated", r"\['w'\]"),
+        ("task", "task.*'a'.*task.*'b'"),
+    ],
+)
+def test_a_rank_that_takes_another_path_after_init_is_told_and_no_rank_hangs(kind: str, named: str) -> None:
+    refused(_other_path, "DivergenceError", named, args=(kind,))
+
+
+# ---------------------------------------------------------------- a state that does not belong
+
+
+def _foreign_state(kind: str) -> list[str]:
+    step = _step()
+    state: Any = step.init(_batch())
+    if kind == "plan":
+        state = _step(zero=1).init(_batch())
+    elif kind == "model":
+        state = _step(nn.Sequential(nn.Linear(8, 4)).double()).init(_batch())
+    elif kind == "none":
+        state = None
+    messages = []
+    for use in (
+        lambda: step(state, _batch()),
+        lambda: step.gradients(state, _batch()),
+        lambda: step.evaluate(state, _batch()),
+        lambda: step.forward(state, _batch()["x"]),
+        lambda: step.save(state, "/nonexistent/never written"),
+        lambda: step.export(state, "/nonexistent/never written"),
+    ):
+        with pytest.raises(ValueError) as raised:
+            use()
+        messages.append(f"{type(raised.value).__name__}: {raised.value}")
+    return messages
+
+
+@pytest.mark.parametrize(("kind", "named"), [("plan", r"0\.bias"), ("model", r"0\.bias"), ("none", "None")])
+def test_a_state_of_another_model_or_plan_is_refused_by_every_call(kind: str, named: str) -> None:
+    for messages in run_ranks(_foreign_state, 2, kind):
+        for message in messages:
+            assert re.match(f"StateError: .*{named}.*init", message), message
+
+
+def _alternating_branches(optimizer: str) -> str:
+    import autoshard
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        return (model[batch["task"]](batch["x"]) - batch["y"]).square().mean()
+
+    def model() -> nn.ModuleDict:
+        torch.manual_seed(0)
+        return nn.ModuleDict({name: nn.Linear(8, 4) for name in "ab"}).double()
+
+    factory: reference.OptimizerFactory = ADAMW
+    if optimizer == "sgd":
+        factory = functools.partial(torch.optim.SGD, lr=0.1)
+    step = autoshard.parallelize(model(), _plan(), loss=loss, optimizer=factory)
+    batches = [_batch(), _batch(), _batch()]
+    for task, batch in zip("aba", batches, strict=True):
+        batch["task"] = task  # type: ignore[assignment]
+    state = step.init(batches[0])
+    for batch in batches:
+        state, _ = step(state, batch)
+    whole: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(whole, _batch())
+    joined = {key: torch.cat([part[key] for part in whole]) for key in whole[0]}
+    other = model()
+    reference.train(other, [joined | {"task": t} for t in "aba"], reference.Recipe(optimizer=factory), loss)
+    found = {name: state.full(name) for name in state.params}
+    return f"{reference.worst(found, dict(other.named_parameters()))[0] < 1e-12}"
+
+
+def test_branches_that_alternate_by_batch_train_where_the_optimizer_has_no_state() -> None:
+    assert run_ranks(_alternating_branches, 2, "sgd") == ["True", "True"]
+
+
+def test_branches_that_alternate_by_batch_are_refused_where_the_optimizer_has_state() -> None:
+    refused(_alternating_branches, "StateError", r"b\.weight", "every batch reach", args=("adamw",))
 
 
 # ---------------------------------------------------------------- a rank that dies

@@ -198,6 +198,53 @@ def test_an_optimizer_is_exact_where_parameters_are_whole_too(name: str, stage: 
     check_exact(Combination(case, stage, optimizer=OPTIMIZERS[name]))
 
 
+class _Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.matrix = nn.Parameter(torch.randn(5, 3, dtype=torch.complex128, generator=generator))
+        self.vector = nn.Parameter(torch.randn(3, dtype=torch.complex128, generator=generator))
+        self.layer = nn.Linear(3, 3, dtype=torch.float64)
+        self.layer.weight.heavy = True  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer((x.to(torch.complex128) @ self.matrix * self.vector).abs())
+
+
+def _groups_by_attribute(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    parameters = [p for _, p in named]
+    heavy = [p for p in parameters if getattr(p, "heavy", False)]
+    light = [p for p in parameters if not getattr(p, "heavy", False)]
+    return torch.optim.AdamW([{"params": heavy, "weight_decay": 0.9}, {"params": light, "weight_decay": 0.0}], lr=0.1)
+
+
+def _complex_as_on_one_device(stage: int) -> float:
+    import autoshard
+
+    def loss(model: Any, x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
+    torch.manual_seed(0)
+    ours, theirs = _Complex(), _Complex()
+    theirs.load_state_dict(ours.state_dict())
+    x = torch.randn(8, 5, dtype=torch.float64)
+    plan = autoshard.Plan(zero=stage, backend="debug", device="cpu", accumulate=2, clip_norm=0.01)
+    step = autoshard.parallelize(ours, plan, loss=loss, optimizer=_groups_by_attribute)
+    mine = reference.rank_slice(x, dist.get_rank(), 2)
+    state = step.init(mine)
+    for _ in range(2):
+        state, metrics = step(state, mine)
+    recipe = reference.Recipe(accumulate=2, clip_norm=0.01, optimizer=_groups_by_attribute)
+    trace = reference.train(theirs, [x, x], recipe, loss)
+    torch.testing.assert_close(metrics["grad_norm"], trace.grad_norms[-1])
+    return max(float((state.full(name) - value).abs().max()) for name, value in trace.parameters.items())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_complex_parameters_and_groups_by_an_attribute_of_parameters_equal_one_device(stage: int) -> None:
+    assert max(run_ranks(_complex_as_on_one_device, 2, stage)) < 1e-9
+
+
 def _halve(n: Any) -> Any:
     return 0.5**n
 
