@@ -17,7 +17,7 @@ from autoshard import collectives
 from autoshard.optim import Mode
 from autoshard.passes.place import redistribute
 from autoshard.passes.zero import at_rest
-from autoshard.placement import REPLICATE, Replicate, local_shape
+from autoshard.placement import REPLICATE, Replicate, Shard, local_shape
 from autoshard.program import TAG, Graph, Kind, Placements, Role, Tag, tag
 from autoshard.rules.table import CHEAP_VIEWS
 
@@ -93,7 +93,8 @@ class _Explanation:
         columns = ("parameter", "shape", "param", "grad", "opt", "gather fwd", "gather bwd", "reduce", "gather upd")
         rows: list[Sequence[str]] = [columns]
         notes: list[str] = []
-        for group in _folded(self._parameters()):
+        groups = _folded(self._parameters())
+        for group in groups:
             p = group[0]
             name = _joint_name([q.name for q in group])
             if p.note:
@@ -110,8 +111,10 @@ class _Explanation:
                 )
             )
         where = ", ".join(axis.name for axis in self.axes) or "none"
-        legend = f"placements on the axes ({where}): R whole on every rank, S(d) split along dim d, P a term of a sum"
-        return [legend, *_table(rows), *notes]
+        legend = [f"placements on the axes ({where}): R whole on every rank, S(d) split along dim d, P a term of a sum"]
+        if any(isinstance(p, Shard) and p.outer > 1 for group in groups for p in (*group[0].at_rest, *group[0].slots)):
+            legend.append("S(d/k): each of k equal parts of dim d is split")
+        return [*legend, *_table(rows), *notes]
 
     def _parameters(self) -> list[_Parameter]:
         assigned = self.context.binding

@@ -36,7 +36,8 @@ class TensorConf:
 class PlanConf:
     """`autoshard.Plan`, with ZeRO's knobs beside its stage.
 
-    In `rules` a value is "column", "row", "vocab", "replicate", or the dim that is split, as an integer.
+    In `rules` a value is "column", "row", "vocab", "replicate", or the dim that is split, as an integer; on a command
+    line: "+plan.rules={*.q:column,*.o:row}".
     """
 
     zero: int = 3

@@ -329,7 +329,7 @@ def test_the_plan_is_what_the_configuration_says() -> None:
             [
                 "mesh.tensor=2",
                 "plan.tensor.sequence=true",
-                "plan.rules={*.q:column,*.o.weight:1}",
+                "+plan.rules={*.q:column,*.o.weight:1}",
                 "plan.check_replicas=10",
             ],
         )

@@ -70,7 +70,8 @@ def _trained(optimizer: Any, fields: dict[str, Any]) -> dict[str, Any]:
     start = sum(sizes[:data])
     found["evaluated"] = step.evaluate(state, {k: v[start : start + sizes[data]] for k, v in tail.items()})
     found["parameters"] = {name: state.full(name) for name in state.params}
-    found["cost"] = str(step.cost())
+    found["at rest"] = step.cost().at_rest
+    found["held"] = sum(t.nbytes for key, t in state._alive().items() if key[0] == "params")
     found["explained"] = step.explain()
     return found
 
@@ -105,6 +106,9 @@ def test_two_axes_train_and_evaluate_as_one_device(optimizer: Any, fields: dict[
         assert int(found["evaluated"]["samples"]) == 7
         torch.testing.assert_close(found["evaluated"]["loss"], tail.total / tail.count, rtol=1e-6, atol=0)
         assert "axes (data, tensor)" in found["explained"]
+        assert found["at rest"]["params"] == found["held"]
+        if fields["zero"] == 3:  # a quarter each, but for what tensor ranks hold copies of
+            assert found["held"] < 0.35 * sum(p.nbytes for p in model.parameters())
 
 
 # ---------------------------------------------------------------- from mesh to mesh
