@@ -13,31 +13,13 @@ import pytest
 
 from tests.multirank import zoo_run
 from tests.multirank.runner import run_ranks
+from tests.multirank.zoo_bounds import EXCEPTIONS, INEXACT, cost_complaints
 from tests.multirank.zoo_run import Combination, Measured
 from tests.zoo import CASES, ZOO
 
 STAGES = (0, 1, 2, 3)
 # One of each kind, for the compiled backend: compiling costs a minute where interpreting costs seconds.
 COMPILED = ("llama", "batch_norm_mlp", "odd_shapes", "unet")
-
-# What costs more than its share, by name, with the reason. Empty is the aim.
-FLOPS_EXCEPTIONS: dict[str, str] = {
-    "swin_v2": "its position bias comes from a small MLP on constant coordinates, the same work whatever the batch",
-}
-BYTES_EXCEPTIONS: dict[str, str] = {}
-TRAFFIC_EXCEPTIONS: dict[str, str] = {
-    "recurrent": "its weights are used at every time step of a loop: gathered again for uses that are far apart",
-}
-GATHER_EXCEPTIONS: dict[str, str] = {
-    "contrastive": "every sample is scored against every other: each rank needs the whole batch's embeddings",
-}
-# What misses the bound on values, with the reason. The bound stays: such a case is expected to fail, and a run in
-# which it passes fails the suite, so that the entry goes.
-INEXACT: dict[str, str] = {
-    "hf_mamba": "sums over the batch in float32: one device that splits the batch moves this gradient by more than the "
-    "bound too (test_zoo_reference measures it); without its casts to float32, hf_mamba_in_double, it is exact",
-}
-EXCEPTIONS = (INEXACT, FLOPS_EXCEPTIONS, BYTES_EXCEPTIONS, TRAFFIC_EXCEPTIONS, GATHER_EXCEPTIONS)
 
 
 def combinations() -> list[Combination]:
@@ -74,32 +56,6 @@ def test_a_model_under_a_stage_computes_what_one_device_computes_and_costs_its_s
     complaints = errors.complaints(combination.case)
     complaints += cost_complaints(combination, ranks)
     assert not complaints, "\n".join([*complaints, str(ranks[0].cost)])
-
-
-def cost_complaints(combination: Combination, ranks: list[Measured]) -> list[str]:
-    """What a run costs beyond its share, in words, but for the listed exceptions."""
-    found = []
-    name, stage, cost = combination.name, combination.stage, ranks[0].cost
-    whole = zoo_run.global_flops(name, combination.ranks, combination.accumulate)
-    share = whole / combination.ranks
-    most = max(m.cost.flops for m in ranks)
-    if most > 1.05 * share and name not in FLOPS_EXCEPTIONS:
-        found.append(f"{most} FLOPs per rank, {most / share:.3f} of its share {share:.0f} (bound 1.05)")
-    if most < 0.85 * share:  # a product whose result is not used is not run
-        found.append(f"{most} FLOPs per rank, {most / share:.3f} of its share {share:.0f}: some are not counted")
-    allowed = zoo_run.allowed_bytes(combination.case, stage, combination.ranks)
-    held = max(m.at_rest for m in ranks)
-    if held > allowed and name not in BYTES_EXCEPTIONS:
-        found.append(f"{held} bytes at rest per rank, {allowed} allowed at stage {stage}")
-    if cost.bytes_at_rest != held:
-        found.append(f"{held} bytes at rest were measured, step.cost() says {cost.bytes_at_rest}")
-    sent, most_sent = zoo_run.traffic(cost), zoo_run.allowed_traffic(combination.case, stage, combination.ranks)
-    if combination.accumulate == 1 and sent > most_sent and name not in TRAFFIC_EXCEPTIONS:
-        found.append(f"{sent} bytes sent for parameters and gradients, {most_sent} allowed at stage {stage}")
-    gathers = zoo_run.activation_gathers(cost)
-    if gathers and name not in GATHER_EXCEPTIONS:
-        found.append(f"{gathers} activations are gathered")
-    return found
 
 
 def test_the_default_part_covers_each_model_twice_with_stage_3_and_each_stage_with_many_models() -> None:
