@@ -225,7 +225,7 @@ def disagreements(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
 
 
 def _bytes(t: Tensor) -> bytes:
-    return t.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return t.detach().contiguous().numpy().tobytes()
 
 
 @dataclass(frozen=True)
