@@ -161,7 +161,7 @@ MODELS: dict[str, Golden] = {
 }
 # What sends more than it should, with the reason: expected to fail, and to fail the suite when it does not.
 EXCESS: dict[str, str] = {
-    "bert": "backward of a block has 5: q, k and v are each reduce-scattered and then gathered, since autograd adds each "
+    "bert": "backward of a block has 5: q, k and v are each reduce-scattered, then gathered, since autograd adds each "
     "to the residual's gradient, which is whole: residual + dv + dk + dq, not residual + (dv + dk + dq)",
 }
 

@@ -117,7 +117,7 @@ def test_an_uneven_vocabulary_and_hidden_width_are_exact(tensor: int) -> None:
 
 
 def test_three_heads_on_two_ranks_are_exact() -> None:
-    rules = {name: "column" for name in ("query", "key", "value")} | {"out.weight": "row"}
+    rules = {"query": "column", "key": "column", "value": "column", "out.weight": "row"}
     _check(ThreeHeads, zoo._pair_loss, SGD, mesh=Mesh(data=1, tensor=2), rules=rules)
 
 
