@@ -112,6 +112,8 @@ def redistribute(
             return all_gather(x, axis, source, size[source.dim])
         case Replicate(), Shard():
             return take_shard(x, axis, target, coordinate)
+        case Replicate(), Partial("sum"):
+            return torch.where(coordinate == 0, x, torch.zeros((), dtype=x.dtype, device=x.device))
         case _, Shard():
             whole = redistribute(x, axis, source, Replicate(), size, coordinate)
             return take_shard(whole, axis, target, coordinate)
@@ -130,7 +132,7 @@ def cost(source: Placement, target: Placement, nbytes: int, ranks: int) -> float
             return share
         case Shard(), Replicate():
             return share
-        case Replicate(), Shard():
+        case Replicate(), Shard() | Partial("sum"):
             return 0.0
         case Shard(), Shard():
             return share
