@@ -113,7 +113,7 @@ def redistribute(
         case Replicate(), Shard():
             return take_shard(x, axis, target, coordinate)
         case Replicate(), Partial("sum"):
-            return torch.where(coordinate == 0, x, torch.zeros((), dtype=x.dtype, device=x.device))
+            return torch.where(coordinate.reshape(()) == 0, x, torch.zeros((), dtype=x.dtype, device=x.device))
         case _, Shard():
             whole = redistribute(x, axis, source, Replicate(), size, coordinate)
             return take_shard(whole, axis, target, coordinate)
