@@ -184,7 +184,7 @@ class _Solved:
                 continue
             row = self.rows[node][answer[self.number[self.key_of[node]]]]
             choice.outputs[node], choice.needs[node] = row.outputs, row.inputs
-            choice.rules[node] = self._reason(node, row)
+            choice.rules[node] = self._reason(node, row, choice)
         return choice
 
     def _arrivals(self, node: fx.Node) -> tuple[Placement, ...]:
@@ -192,14 +192,17 @@ class _Solved:
         fixed = len(self.options.inputs[node]) == 1
         return tuple(self.options.inputs[node]) if fixed else tuple(found)
 
-    def _reason(self, node: fx.Node, row: Row) -> str:
+    def _reason(self, node: fx.Node, row: Row, choice: Choice) -> str:
+        """For `explain`: what runs whole though a shard reaches it, or a term and there is no rule, is "replicated"."""
         if node in self.options.free:
             return "made in place"
         if any(not isinstance(p, Replicate) for p in (*row.inputs, *row.outputs)):
             return "table"
         if node.target is whole:
             return "gathered on purpose"
-        return "whole" if rule_of(node.target) is not None or len(self.rows[node]) > 1 else "replicated"
+        arriving = [choice.of(feed) for feed in tensor_inputs(node)]
+        unruled = rule_of(node.target) is None and any(not isinstance(p, Replicate) for p in arriving)
+        return "replicated" if unruled or any(isinstance(p, Shard) for p in arriving) else "whole"
 
     # ---------------------------------------------------------------- equal nodes
 
