@@ -237,8 +237,12 @@ class _Solved:
 
     def _costs(self, node: fx.Node, times: int) -> list[float]:
         if node in self.a.ports:
-            held = _HELD * nbytes(node.meta["val"]) if node in self.a.parameters else 0.0
-            return [held * times if isinstance(p, Replicate) else 0.0 for p in self._arrivals(node)]
+            if node not in self.a.parameters:
+                return [0.0]
+            shape, n = node.meta["val"].shape, self.a.ranks[-1]
+            dims = [shape[p.dim] if isinstance(p, Shard) else None for p in self._arrivals(node)]
+            parts = [shard_length(size, n) / size if size is not None else 1.0 for size in dims]
+            return [_HELD * nbytes(node.meta["val"]) * times * max(part - 1 / n, 0.0) for part in parts]
         share = 1.0
         for choice, ranks in zip(self.a.earlier, self.a.ranks, strict=False):
             if any(isinstance(p, Shard) for p in (*choice.needs[node], *choice.outputs[node])):

@@ -64,7 +64,7 @@ def all_gather(x: Tensor, axis: Axis, shard: Shard, size: int) -> Tensor:
         whole = parts.movedim(0, dim + 1).flatten(dim, dim + 2)
     if outer > 1 and x.dim() == 1:
         whole = whole.view(n, outer, -1).movedim(0, 1).flatten()
-    return whole if whole.shape[dim] == size else whole.narrow(dim, 0, size)
+    return whole if whole.shape[dim] == size else whole.narrow(dim, 0, size).contiguous()
 
 
 def _parts(x: Tensor, axis: Axis, shard: Shard) -> Tensor:
