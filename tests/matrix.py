@@ -1,6 +1,7 @@
 """The whole zoo under every stage on real ranks, as one command that writes a dated table.
 
-    python -m tests.matrix                          # every model x stage 0..3, interpreted
+    python -m tests.matrix                          # every model x stage 0..3, interpreted, on 2 data ranks
+    python -m tests.matrix --meshes 1x2 2x2 1x4 --stages 0 1 3      # the tensor axis
     python -m tests.matrix --models llama vit --stages 3 --backend inductor
 
 Writes tests/results/YYYY-MM-DD-matrix.md and exits with 1 if anything is not as one device computes it.
@@ -20,14 +21,15 @@ from pathlib import Path
 
 import torch
 
+from autoshard.program import Role
 from tests.multirank import zoo_run
 from tests.multirank.runner import End, RanksFailedError, close_worlds, run_ranks
-from tests.multirank.test_zoo import EXCEPTIONS, cost_complaints
+from tests.multirank.zoo_bounds import EXCEPTIONS, FLOPS, TENSOR_FLOPS, cost_complaints
 from tests.multirank.zoo_run import Combination, Errors, Measured
 from tests.zoo import CASES
 
-_COLUMNS = ("model", "stage", "backend", "loss", "gradient", "buffer", "parameter", "FLOPs", "bytes", "sent", "gathers",
-            "init s", "step ms")  # fmt: skip
+_COLUMNS = ("model", "mesh", "stage", "backend", "loss", "gradient", "buffer", "parameter", "FLOPs", "bytes", "whole",
+            "sent", "data", "tensor", "tensor bytes", "init s", "step ms")  # fmt: skip
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -72,8 +74,12 @@ def table(rows: Sequence[Row], command: str, seconds: float) -> str:
         "worst loss or gradient norm of the steps, the worst gradient of a parameter, the worst buffer, and the worst",
         f"parameter after {zoo_run.STEPS} AdamW steps. Bounds: {zoo_run.LOSS:g} ({zoo_run.LOSS_IN_FLOAT32:g} where the",
         f"model computes its loss in float32), {zoo_run.GRADIENT:g}, {zoo_run.BUFFER:g}, {zoo_run.PARAMETER:g}.",
-        "FLOPs: over global / N (bound 1.05). Bytes: at rest, over what the stage allows (bound 1). Sent: bytes for",
-        "parameters and gradients, over the ZeRO paper's (bound 1). Gathers: of activations.",
+        "Mesh: data x tensor = N ranks; where that has a tensor axis, models that compute parts in float32 run without",
+        f"these casts. FLOPs: over global / N (bound {FLOPS}, {TENSOR_FLOPS} with a tensor axis). Bytes: at rest, over",
+        "what the stage allows, global / N with padding where it shards (bound 1); of these, whole: vectors (norm",
+        "weights, biases) that stay whole on the tensor axis, beyond their N-th part. Sent: bytes for parameters and",
+        "gradients on the data axis, over the ZeRO paper's (bound 1). Data, tensor: collectives of a step by axis, of",
+        "activations (reduces + gathers) / all. Tensor bytes: sent on that axis by a rank in a step.",
         "",
         f"| {' | '.join(_COLUMNS)} | |",
         f"|{'---|' * (len(_COLUMNS) + 1)}",
@@ -90,18 +96,31 @@ def table(rows: Sequence[Row], command: str, seconds: float) -> str:
 
 def _line(row: Row) -> str:
     combination, errors, measured = row.combination, row.errors, row.measured
-    head = f"| {combination.name} | {combination.stage} | {combination.backend} |"
+    head = f"| {combination.name} | {combination.mesh} | {combination.stage} | {combination.backend} |"
     verdict = "**fails**" if row.complaints else ""
     if errors is None or measured is None:
-        return f"{head}{' |' * 10} {verdict} |"
-    share = zoo_run.global_flops(combination.name, combination.ranks, combination.accumulate) / combination.ranks
-    allowed = zoo_run.allowed_bytes(combination.case, combination.stage, combination.ranks)
+        return f"{head}{' |' * (len(_COLUMNS) - 4)} {verdict} |"
+    cost = measured.cost
+    allowed = zoo_run.allowed_bytes(combination, measured.split)
     numbers = [f"{x:.0e}" if x else "0" for x in (errors.loss, errors.gradient, errors.buffer, errors.parameter)]
-    numbers += [f"{measured.cost.flops / share:.3f}", f"{measured.at_rest / allowed:.3f}"]
-    sent = zoo_run.allowed_traffic(combination.case, combination.stage, combination.ranks)
-    numbers += [f"{zoo_run.traffic(measured.cost) / sent:.3f}", str(zoo_run.activation_gathers(measured.cost))]
+    numbers += [f"{cost.flops / zoo_run.flops_share(combination):.3f}", f"{measured.at_rest / allowed.total:.3f}"]
+    numbers += [f"{allowed.whole / allowed.total:.3f}", _ratio(zoo_run.traffic(cost), combination, measured)]
+    for axis in ("data", "tensor"):
+        kinds = (zoo_run.collectives(cost, axis, role) for role in (Role.ACTIVATION_REDUCE, Role.ACTIVATION_GATHER))
+        numbers.append(f"{' + '.join(map(str, kinds))} / {zoo_run.collectives(cost, axis)}")
+    numbers.append(str(zoo_run.sent(cost, "tensor")))
     numbers += [f"{measured.seconds[0]:.1f}", f"{measured.seconds[1] * 1e3:.0f}"]
     return f"{head} {' | '.join(numbers)} | {verdict} |"
+
+
+def _ratio(sent: int, combination: Combination, measured: Measured) -> str:
+    allowed = zoo_run.allowed_traffic(combination, measured.split)
+    return f"{sent / allowed:.3f}" if allowed else "-"
+
+
+def _mesh(text: str) -> tuple[int, int]:
+    data, tensor = map(int, text.split("x"))
+    return data, tensor
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -109,6 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.matrix", description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=list(CASES), default=list(CASES), metavar="NAME")
     parser.add_argument("--stages", nargs="+", type=int, choices=range(4), default=[0, 1, 2, 3])
+    parser.add_argument("--meshes", nargs="+", type=_mesh, default=[(2, 1)], metavar="DATAxTENSOR")
     parser.add_argument("--backend", choices=("debug", "inductor"), default="debug")
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches per step")
     parser.add_argument("--out", type=Path, default=None, help="file to write; default tests/results/DATE-matrix.md")
@@ -116,7 +136,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     started = time.monotonic()
     combinations = [
-        Combination(name, stage, given.backend, accumulate=given.accumulate)
+        Combination(name, stage, given.backend, data, tensor, accumulate=given.accumulate)
+        for data, tensor in given.meshes
         for name in given.models
         for stage in given.stages
     ]

@@ -9,6 +9,7 @@ hide the gradients behind it.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -53,6 +54,16 @@ class ModelCase:
             torch.manual_seed(seed)
             module = self.build()
         return without_randomness(module).to(dtype).train()
+
+    @property
+    def casts_to_float32(self) -> bool:
+        """Whether it computes parts in float32 whatever its dtype, so that sums upstream may not move by a bit."""
+        return bool(self.tags & {"float32_inside", "float32_loss", "float32_sums"})
+
+    def in_double(self) -> ModelCase:
+        """This case without its casts to float32; names of parameters begin with "model."."""
+        tags = frozenset(tag for tag in self.tags if not tag.startswith("float32"))
+        return dataclasses.replace(self, build=functools.partial(_in_double, self.build), tags=tags)
 
     def batches(self, steps: int, *, micro_batches: int = 1, seed: int = 0) -> list[Batch]:
         """`steps` different global batches of the same shapes, each of `micro_batches` x `size` samples."""
@@ -815,6 +826,10 @@ class InDouble(nn.Module):
     def forward(self, **batch: Any) -> Any:
         with _FloatIsDouble():
             return self.model(**batch)
+
+
+def _in_double(build: Callable[[], nn.Module]) -> nn.Module:
+    return InDouble(build())
 
 
 def _hf_mamba_in_double() -> nn.Module:

@@ -94,7 +94,7 @@ def test_in_batch_losses_and_accumulation_see_the_global_micro_batch() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("stage", STAGES)
 def test_empty_scalar_and_indivisible_parameters_train_on_one_two_and_four_ranks(stage: int, ranks: int) -> None:
-    check_exact(Combination("odd_shapes", stage, ranks=ranks, clip_norm=0.5))
+    check_exact(Combination("odd_shapes", stage, data=ranks, clip_norm=0.5))
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -393,7 +393,7 @@ def _replicas(stage: int) -> bool:
     for batch in batches:
         state, _ = step(state, batch)
     whole = {n: t.to_local().clone() for n, t in {**state.params, **state.buffers}.items()}
-    return zoo_run._agree(whole)
+    return not zoo_run.disagreements(whole)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -738,5 +738,5 @@ def test_dropout_is_the_same_function_of_seed_step_and_position_on_every_mesh() 
     assert run_ranks(_dropout_losses, 2, 3)[0] == pytest.approx(one, abs=1e-8)
     assert run_ranks(_dropout_losses, 4, 1)[0] == pytest.approx(one, abs=1e-8)
     assert run_ranks(_dropout_losses, 1, 0)[0] == one
-    plain = Combination("gpt", 0, ranks=1).on_one_device()
+    plain = Combination("gpt", 0, data=1).on_one_device()
     assert abs(one[0] - float(plain.losses[0])) > 1e-3

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -40,7 +42,7 @@ class Combination:
     """A model, a stage and how it is run.
 
     Args:
-        ranks: data ranks; the global batch is the case's size times `accumulate`.
+        data, tensor: sizes of the mesh's axes; the global batch is the case's size times `accumulate`.
         threshold: `Zero.persistence_threshold`, in elements.
         optimizer: factory; a module-level function or a partial of one, since it travels to the ranks.
     """
@@ -48,7 +50,8 @@ class Combination:
     name: str
     stage: int
     backend: str = "debug"
-    ranks: int = 2
+    data: int = 2
+    tensor: int = 1
     accumulate: int = 1
     steps: int = STEPS
     clip_norm: float | None = None
@@ -59,11 +62,22 @@ class Combination:
     def __str__(self) -> str:
         extra = [f"accumulate{self.accumulate}"] if self.accumulate > 1 else []
         extra += [self.backend] if self.backend != "debug" else []
+        extra += [self.mesh] if self.tensor > 1 else []
         return "-".join([self.name, f"zero{self.stage}", *extra])
 
     @property
+    def ranks(self) -> int:
+        return self.data * self.tensor
+
+    @property
+    def mesh(self) -> str:
+        return f"{self.data}x{self.tensor}"
+
+    @property
     def case(self) -> ModelCase:
-        return find_case(self.name)
+        """The zoo's; on a tensor axis without casts to float32, which round away what the bounds ask for."""
+        case = find_case(self.name)
+        return case.in_double() if self.tensor > 1 and case.casts_to_float32 else case
 
     def batches(self) -> list[Any]:
         return self.case.batches(self.steps, micro_batches=self.accumulate)
@@ -72,7 +86,7 @@ class Combination:
         import autoshard
 
         return autoshard.Plan(
-            mesh=autoshard.Mesh(data=self.ranks),
+            mesh=autoshard.Mesh(data=self.data, tensor=self.tensor),
             zero=autoshard.Zero(stage=self.stage, persistence_threshold=self.threshold),
             accumulate=self.accumulate,
             clip_norm=self.clip_norm,
@@ -88,9 +102,9 @@ class Combination:
             case.model(), self.plan(), loss=case.loss, optimizer=self.optimizer, schedule=self.schedule
         )
 
-    def slices(self, rank: int) -> list[Any]:
-        """What `rank` passes to its steps."""
-        return [reference.rank_slice(batch, rank, self.ranks) for batch in self.batches()]
+    def slices(self, data_rank: int) -> list[Any]:
+        """What the ranks at coordinate `data_rank` of the data axis pass to their steps."""
+        return [reference.rank_slice(batch, data_rank, self.data) for batch in self.batches()]
 
     def on_one_device(self) -> reference.Trace:
         """What one device computes, whatever the stage or backend."""
@@ -100,7 +114,7 @@ class Combination:
 @functools.cache
 def _on_one_device(combination: Combination) -> reference.Trace:
     recipe = reference.Recipe(
-        combination.ranks,
+        combination.data,
         combination.accumulate,
         combination.clip_norm,
         combination.optimizer,
@@ -117,6 +131,8 @@ class Measured:
         losses, grad_norms, metrics: one per step.
         gradients: of the first batch at the initial parameters, by name.
         parameters, buffers: after the last step, by name.
+        disagreements: names of what is not the same bits on every rank: whole parameters, buffers, slots, gradients.
+        split: by parameter, the dim along which the tensor axis splits it, None where it stays whole.
         at_rest: bytes of parameters, buffers and optimizer state that this rank really holds, padding counted.
         cost: `step.cost()`.
         seconds: to trace, rewrite and compile; per step.
@@ -128,7 +144,8 @@ class Measured:
     gradients: Mapping[str, Tensor]
     parameters: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
-    buffers_agree: bool
+    disagreements: tuple[str, ...]
+    split: Mapping[str, int | None]
     at_rest: int
     cost: Cost
     seconds: tuple[float, float]
@@ -136,9 +153,8 @@ class Measured:
 
 def run_case(combination: Combination) -> Measured:
     """Train one model of the zoo on this rank. Call it on every rank."""
-    rank = dist.get_rank()
     step = combination.parallelize()
-    batches = combination.slices(rank)
+    batches = combination.slices(step.runtime.data_coordinate)
     started = time.monotonic()
     state = step.init(batches[0])
     ready = time.monotonic()
@@ -155,7 +171,8 @@ def run_case(combination: Combination) -> Measured:
     parameters = {name: state.full(name) for name in state.params}
     buffers = {name: state.full(name) for name in state.buffers}
     cost = step.cost()
-    first = rank == 0
+    slots = {f"{name}/{slot}": t.full_tensor() for name, held in state.optimizer.items() for slot, t in held.items()}
+    first = dist.get_rank() == 0
     return Measured(
         losses=losses,
         grad_norms=norms,
@@ -163,7 +180,15 @@ def run_case(combination: Combination) -> Measured:
         gradients=gradients if first else {},
         parameters=parameters if first else {},
         buffers=buffers if first else {},
-        buffers_agree=_agree(buffers),
+        disagreements=disagreements(
+            {
+                **{f"gradient {name}": t for name, t in gradients.items()},
+                **{f"parameter {name}": t for name, t in parameters.items()},
+                **{f"buffer {name}": t for name, t in buffers.items()},
+                **{f"slot {name}": t for name, t in slots.items()},
+            }
+        ),
+        split=tensor_splits(state),
         at_rest=held_bytes(state),
         cost=cost,
         seconds=(ready - started, (ended - begun) / len(batches)),
@@ -179,14 +204,28 @@ def held_bytes(state: Any) -> int:
     return sum(storages.values())
 
 
-def _agree(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether all ranks hold the same bits."""
-    for value in tensors.values():
-        everyone = [torch.empty_like(value) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyone, value.contiguous())
-        if not all(torch.equal(value, other) for other in everyone):
-            return False
-    return True
+def tensor_splits(state: Any) -> dict[str, int | None]:
+    """By parameter, the dim along which the tensor axis splits it; None without one, and where it stays whole."""
+    found: dict[str, int | None] = {}
+    for name, parameter in state.params.items():
+        axes = parameter.device_mesh.mesh_dim_names or ()
+        placement = parameter.placements[axes.index("tensor")] if "tensor" in axes else None
+        found[name] = getattr(placement, "dim", None)
+    return found
+
+
+def disagreements(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """Names of tensors that are not the same bits on all ranks."""
+    mine = [hashlib.sha256(_bytes(t)).digest()[:7] for t in tensors.values()]
+    digests = torch.tensor([int.from_bytes(d, "big") for d in mine], dtype=torch.int64)
+    everyone = [torch.empty_like(digests) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, digests)
+    same = (torch.stack(everyone) == digests).all(0).tolist()
+    return tuple(name for name, equal in zip(tensors, same, strict=True) if not equal)
+
+
+def _bytes(t: Tensor) -> bytes:
+    return t.detach().contiguous().numpy().tobytes()
 
 
 @dataclass(frozen=True)
@@ -200,7 +239,8 @@ class Errors:
     buffer_name: str
     parameter: float
     parameter_name: str
-    ranks_agree: bool
+    metrics_agree: bool
+    disagreements: tuple[str, ...]
 
     def complaints(self, case: ModelCase) -> list[str]:
         """What exceeds its bound, in words; empty if the run is exact."""
@@ -214,8 +254,11 @@ class Errors:
             found.append(f"buffer {self.buffer_name} off by {self.buffer:.1e} (bound {BUFFER})")
         if not self.parameter <= PARAMETER:
             found.append(f"parameter {self.parameter_name} off by {self.parameter:.1e} (bound {PARAMETER})")
-        if not self.ranks_agree:
-            found.append("ranks disagree in metrics or buffers")
+        if not self.metrics_agree:
+            found.append("ranks disagree in metrics")
+        if self.disagreements:
+            shown = ", ".join(self.disagreements[:4])
+            found.append(f"ranks hold different bits of {len(self.disagreements)} tensors: {shown}")
         return found
 
 
@@ -232,54 +275,102 @@ def compare(combination: Combination, measured: list[Measured]) -> Errors:
     gradient = reference.worst(first.gradients, trace.gradients, floor=GRADIENT_FLOOR * whole)
     buffer = reference.worst(first.buffers, trace.buffers, floor=1e-6)
     parameter = reference.worst(first.parameters, trace.parameters, floor=1e-6)
-    agree = all(m.metrics == first.metrics and m.buffers_agree for m in measured)
+    agree = all(m.metrics == first.metrics for m in measured)
+    different = tuple(dict.fromkeys(name for m in measured for name in m.disagreements))
     loss = max(abs(found - wanted.item()) / max(1.0, abs(wanted.item())) for found, wanted in pairs)
-    return Errors(loss, *gradient, *buffer, *parameter, agree)
+    return Errors(loss, *gradient, *buffer, *parameter, agree, different)
 
 
-# ---------------------------------------------------------------- what a stage may cost
+# ---------------------------------------------------------------- what a stage and a mesh may cost
+
+Split = Mapping[str, int | None]  # by parameter, the dim that the tensor axis splits
 
 
-def allowed_bytes(case: ModelCase, stage: int, ranks: int) -> int:
+@dataclass(frozen=True)
+class Allowed:
+    """The most bytes that a rank may keep between steps.
+
+    Args:
+        share: global / N with padding, N = data x tensor.
+        whole: beyond that, of vectors such as norm weights and biases, which may stay whole on the tensor axis.
+    """
+
+    share: int
+    whole: int
+
+    @property
+    def total(self) -> int:
+        return self.share + self.whole
+
+
+def allowed_bytes(combination: Combination, split: Split) -> Allowed:
     """The most bytes that a rank may keep between steps under AdamW: global / N plus padding, by the stage.
 
-    What the stage shards is counted as its smallest padded shard along one dim, the rest whole. Buffers are whole
-    at every stage: they are not part of the ZeRO states. Gradients are not at rest: no tensor of them outlives a
-    step. Each parameter has two moments of its own dtype and, for torch's state dict, one 0-dim float32 step.
+    What the stage shards on the data axis is counted as its smallest padded shard along one dim, the rest whole; the
+    tensor axis shards parameters at every stage. Buffers are whole: they are not part of the ZeRO states. Gradients
+    are not at rest: no tensor of them outlives a step. Each parameter has two moments of its own dtype and, for
+    torch's state dict, one 0-dim float32 step.
     """
-    total = sum(b.numel() * b.element_size() for b in case.model().buffers())
-    for parameter in case.model().parameters():
-        whole = parameter.numel() * parameter.element_size()
-        shard = padded_shard(tuple(parameter.shape), ranks) * parameter.element_size()
-        total += shard if stage == 3 else whole
-        if parameter.requires_grad:
-            total += 2 * (shard if stage >= 1 else whole) + 8
-    return total + 64  # the step counter, the rng key and what else is one number
+    model, stage, tensor = combination.case.model(), combination.stage, combination.tensor
+    share = sum(b.numel() * b.element_size() for b in model.buffers()) + 64  # the step counter, the rng key, numbers
+    whole = 0
+    for name, parameter in model.named_parameters():
+        shape, size = tuple(parameter.shape), parameter.element_size()
+        copies = [stage == 3, *[stage >= 1] * (2 * parameter.requires_grad)]  # whether data shards each
+        share += 8 * parameter.requires_grad
+        for data in (combination.data if sharded else 1 for sharded in copies):
+            dims = [split[name]] if split[name] is not None else [None, *range(len(shape))]
+            least = min(held_elements(shape, dim, tensor, data) for dim in dims)
+            share += least * size
+            if is_vector(shape):
+                whole += (held_elements(shape, split[name], tensor, data) - least) * size
+    return Allowed(share, whole)
 
 
-def padded_shard(shape: tuple[int, ...], ranks: int) -> int:
+def whole_matrices(combination: Combination, split: Split) -> list[str]:
+    """Parameters of more than one dim that stay whole on the tensor axis."""
+    if combination.tensor == 1:
+        return []
+    named = combination.case.model().named_parameters()
+    return [name for name, p in named if split[name] is None and not is_vector(tuple(p.shape))]
+
+
+def is_vector(shape: tuple[int, ...]) -> bool:
+    return sum(size > 1 for size in shape) <= 1
+
+
+def held_elements(shape: tuple[int, ...], dim: int | None, tensor: int, data: int) -> int:
+    """Elements that a rank holds of a tensor of which the tensor axis splits `dim`, and the data axis what is best."""
+    local = tuple(-(-size // tensor) if i == dim else size for i, size in enumerate(shape))
+    if data == 1:
+        return math.prod(local)
+    uneven = dim is not None and tensor > 1 and shape[dim] % (tensor * data) != 0  # two axes share a dim evenly only
+    return padded_shard(local, data, without=dim if uneven else None)
+
+
+def padded_shard(shape: tuple[int, ...], ranks: int, without: int | None = None) -> int:
     """Elements of the smallest shard of a tensor along one dim, with padding; a 0-dim tensor stays whole."""
-    elements = 1
-    for size in shape:
-        elements *= size
+    elements = math.prod(shape)
     if not shape or not elements:
         return elements
-    return min(-(-size // ranks) * (elements // size) for size in shape)
+    shards = [-(-size // ranks) * (elements // size) for dim, size in enumerate(shape) if dim != without]
+    return min([elements, *shards])
 
 
-def allowed_traffic(case: ModelCase, stage: int, ranks: int) -> int:
-    """The most bytes that a rank may send for parameters and gradients in a step of one micro-batch.
+def allowed_traffic(combination: Combination, split: Split) -> int:
+    """The most bytes that a rank may send on the data axis for parameters and gradients in a step of one micro-batch.
 
     The ZeRO paper's arithmetic (arXiv:1910.02054, section 7), on a ring: gradients are reduced and updated parameters
     gathered at stages 0 to 2 (an all-reduce is both), parameters are gathered twice at stage 3. What stays whole,
     such as a scalar, is all-reduced at every stage. A weight with two uses far apart is gathered for each.
     """
+    case, data = combination.case, combination.data
     total = 0
     uses = 2 if case.tags & {"tied", "shared"} else 1
-    for parameter in case.model().parameters():
-        shard = padded_shard(tuple(parameter.shape), ranks) * parameter.element_size()
-        times = 1 + 2 * uses if stage == 3 else 2
-        total += times * shard * (ranks - 1)
+    for name, parameter in case.model().named_parameters():
+        held = held_elements(tuple(parameter.shape), split[name], combination.tensor, data)
+        times = 1 + 2 * uses if combination.stage == 3 else 2
+        total += times * held * parameter.element_size() * (data - 1)
     return total
 
 
@@ -287,23 +378,33 @@ TRAFFIC = (Role.PARAM_GATHER, Role.GRAD_REDUCE)
 
 
 def traffic(cost: Cost) -> int:
-    """Bytes that a rank sends for parameters and gradients in a step."""
-    return sum(entry.sent for entry in cost.collectives if entry.role in TRAFFIC)
+    """Bytes that a rank sends for parameters and gradients on the data axis in a step."""
+    return sum(entry.sent for entry in cost.collectives if entry.role in TRAFFIC and entry.axis == "data")
 
 
-def activation_gathers(cost: Cost) -> int:
-    """How many collectives a step runs to make a sharded activation whole."""
-    return sum(entry.count for entry in cost.collectives if entry.role is Role.ACTIVATION_GATHER)
+def collectives(cost: Cost, axis: str, *roles: Role) -> int:
+    """How many collectives a step runs on an axis for some roles, or for any."""
+    return sum(e.count for e in cost.collectives if e.axis == axis and (not roles or e.role in roles))
+
+
+def sent(cost: Cost, axis: str) -> int:
+    """Bytes that a rank sends on an axis in a step."""
+    return sum(entry.sent for entry in cost.collectives if entry.axis == axis)
+
+
+def flops_share(combination: Combination) -> float:
+    """Global FLOPs of a step over N."""
+    return global_flops(combination.name, combination.data, combination.accumulate) / combination.ranks
 
 
 @functools.cache
-def global_flops(name: str, ranks: int, accumulate: int) -> float:
+def global_flops(name: str, data: int, accumulate: int) -> float:
     """Floating-point operations of forward and backward of one step on one device, as torch counts them."""
     from torch.utils.flop_counter import FlopCounterMode
 
     case = find_case(name)
     batch = case.batches(1, micro_batches=accumulate)[0]
-    micro = reference.global_micro_batches(batch, ranks, accumulate)
+    micro = reference.global_micro_batches(batch, data, accumulate)
     plain = mock.patch("tests.zoo.checkpoint", lambda function, x, **_: function(x))  # recompute is not work asked for
     with plain, FlopCounterMode(display=False) as counter:
         reference.gradients_of(case.model(), micro, case.loss)
