@@ -1,4 +1,7 @@
-"""autoshard at ZeRO stages 0 to 3, and with every rank on the tensor axis. Options: {"backend": "inductor" | "debug", "persistence_threshold": elements}."""
+"""autoshard at ZeRO stages 0 to 3, and with every rank on the tensor axis.
+
+Options: {"backend": "inductor" | "debug", "persistence_threshold": elements}.
+"""
 
 from __future__ import annotations
 
