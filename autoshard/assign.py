@@ -31,8 +31,7 @@ _TOUCHED_IN_SEQUENCE = 0.1  # the same where the plan asks for activations to be
 _HELD = 8.0  # bytes per byte of a parameter that every rank holds
 _WEIGHT_MOVED = 4.0  # times the bytes of a parameter that is gathered for use: it was split so as not to be
 _LATENCY = 0.5  # parts of an average parameter that could be sent while a collective starts
-
-_LAYER = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a path that is a number
+_LATENCY_ON_DATA = 0.05  # the same on the data axis, where collectives of activations are few and small
 
 
 @dataclass
@@ -103,8 +102,8 @@ class _Assignment:
         return [choice.of(node) for choice in self.earlier]
 
     def _arrivals(self, node: fx.Node, port: Port) -> tuple[Placement, ...]:
-        if port.kind is not Kind.PARAMETER:
-            return (REPLICATE,)
+        if port.kind is not Kind.PARAMETER or self.axis == self.context.data:
+            return (port.placements[self.axis],)
         known = self.context.parameters.get(port.name)
         if known is not None:
             return (known[self.axis],)
@@ -117,7 +116,7 @@ class _Assignment:
 
     def _slices(self, node: fx.Node, port: Port) -> tuple[Shard, ...]:
         """Shards of the batch, within what the axes before leave of it, and of the sequence where that is asked for."""
-        if port.kind is not Kind.BATCH or not port.sharded or not port.shape:
+        if port.kind is not Kind.BATCH or not port.sharded or not port.shape or self.axis == self.context.data:
             return ()
         outer = 1
         for placement, ranks in zip(self.others(node), self.ranks, strict=False):
@@ -154,7 +153,8 @@ class _Solved:
         self.weights = self._weights()
         sequence = assignment.is_tensor and assignment.context.plan.tensor.sequence
         sizes = [nbytes(node.meta["val"]) for node in assignment.parameters]
-        self.latency = _LATENCY * sum(sizes) / max(len(sizes), 1)
+        latency = _LATENCY_ON_DATA if assignment.axis == assignment.context.data else _LATENCY
+        self.latency = latency * sum(sizes) / max(len(sizes), 1)
         self.touched = _TOUCHED_IN_SEQUENCE if sequence else _TOUCHED
 
     def _weights(self) -> set[fx.Node]:
@@ -184,7 +184,7 @@ class _Solved:
                 continue
             row = self.rows[node][answer[self.number[self.key_of[node]]]]
             choice.outputs[node], choice.needs[node] = row.outputs, row.inputs
-            choice.rules[node] = self._reason(node, row)
+            choice.rules[node] = self._reason(node, row, choice)
         return choice
 
     def _arrivals(self, node: fx.Node) -> tuple[Placement, ...]:
@@ -192,39 +192,42 @@ class _Solved:
         fixed = len(self.options.inputs[node]) == 1
         return tuple(self.options.inputs[node]) if fixed else tuple(found)
 
-    def _reason(self, node: fx.Node, row: Row) -> str:
+    def _reason(self, node: fx.Node, row: Row, choice: Choice) -> str:
+        """For `explain`: what runs whole though a shard reaches it, or a term and there is no rule, is "replicated"."""
         if node in self.options.free:
             return "made in place"
         if any(not isinstance(p, Replicate) for p in (*row.inputs, *row.outputs)):
             return "table"
         if node.target is whole:
             return "gathered on purpose"
-        return "whole" if rule_of(node.target) is not None or len(self.rows[node]) > 1 else "replicated"
+        arriving = [choice.of(feed) for feed in tensor_inputs(node)]
+        unruled = rule_of(node.target) is None and any(not isinstance(p, Replicate) for p in arriving)
+        return "replicated" if unruled or any(isinstance(p, Shard) for p in arriving) else "whole"
 
     # ---------------------------------------------------------------- equal nodes
 
     def _group(self) -> None:
         """Nodes that compute the same in modules that differ only in numbers, at the same place in each."""
         seen: dict[object, int] = {}
+        layers = _Layers([tag(node).module for node in self.a.nodes])
         for node, port in self.a.ports.items():
-            pattern = _pattern(port.name) if port.kind is Kind.PARAMETER else node.name
+            pattern = layers.pattern(port.name) if port.kind is Kind.PARAMETER else node.name
             self._put(node, (port.kind, pattern, port.shape, port.dtype, self._arrivals(node)))
         for node in self.a.nodes:
-            path = self._layer(node)
+            path = self._path(node, layers)
             own = (path, tag(node).phase, self.options.signatures[node], self.rows[node])
             place = seen[own] = seen.get(own, -1) + 1
-            alone = "" if _LAYER.search(path) else node.name
+            pattern = layers.pattern(path)
+            alone = node.name if pattern == path else ""
             before = tuple(choice.outputs[node] for choice in self.a.earlier)
-            self._put(node, (_pattern(path), *own[1:], place, alone, before))
+            self._put(node, (pattern, *own[1:], place, alone, before))
 
     @staticmethod
-    def _layer(node: fx.Node) -> str:
+    def _path(node: fx.Node, layers: _Layers) -> str:
         """The module that a node belongs to; for what no layer owns, such as a sum of gradients, a neighbour's."""
         own = tag(node).module
-        if _LAYER.search(own):
-            return own
         near = (tag(n).module for n in (*node.all_input_nodes, *node.users) if TAG in n.meta)
-        return next((path for path in near if _LAYER.search(path)), own)
+        return next((path for path in (own, *near) if layers.pattern(path) != path), own)
 
     def _put(self, node: fx.Node, key: object) -> None:
         self.members.setdefault(key, []).append(node)
@@ -234,8 +237,12 @@ class _Solved:
 
     def _costs(self, node: fx.Node, times: int) -> list[float]:
         if node in self.a.ports:
-            held = _HELD * nbytes(node.meta["val"]) if node in self.a.parameters else 0.0
-            return [held * times if isinstance(p, Replicate) else 0.0 for p in self._arrivals(node)]
+            if node not in self.a.parameters:
+                return [0.0]
+            shape, n = node.meta["val"].shape, self.a.ranks[-1]
+            dims = [shape[p.dim] if isinstance(p, Shard) else None for p in self._arrivals(node)]
+            parts = [shard_length(size, n) / size if size is not None else 1.0 for size in dims]
+            return [_HELD * nbytes(node.meta["val"]) * times * max(part - 1 / n, 0.0) for part in parts]
         share = 1.0
         for choice, ranks in zip(self.a.earlier, self.a.ranks, strict=False):
             if any(isinstance(p, Shard) for p in (*choice.needs[node], *choice.outputs[node])):
@@ -277,11 +284,12 @@ class _Solved:
                 use(feed, number, [row.inputs[i] for row in self.rows[node]])
         by_name = {port.name: node for node, port in self.a.ports.items() if port.kind is Kind.PARAMETER}
         for value, port in zip(self.a.graph.output_nodes(), self.a.graph.signature.outputs, strict=True):
-            if port.kind is Kind.GRADIENT and port.name in by_name:
-                parameter = by_name[port.name]
+            parameter = by_name.get(port.name) if port.kind is Kind.GRADIENT else None
+            if parameter is not None and self.a.axis != self.a.context.data:
                 use(value, self.number[self.key_of[parameter]], self._arrivals(parameter))
-            else:
-                use(value, self.problem.node([0.0]), [REPLICATE])
+            elif parameter is None:
+                may_leave: list[Placement] = [REPLICATE, Shard(0)] if port.kind is Kind.RESULT else [REPLICATE]
+                use(value, self.problem.node([0.0] * len(may_leave)), may_leave)
         for (key, index), found in uses.items():
             maker = makers[key, index]
             at = self._arrivals(maker) if maker in self.a.ports else tuple(r.outputs[index] for r in self.rows[maker])
@@ -309,7 +317,7 @@ class _Solved:
         found = {}
         for a in made:
             for b in wanted:
-                if a == b or not (isinstance(b, Replicate) or fits(value.shape, [*before, b], self.a.ranks)):
+                if a == b or not fits(value.shape, [*before, b], self.a.ranks):
                     continue
                 sent = collectives.cost(a, b, int(size), self.a.ranks[-1])
                 if maker in self.weights:
@@ -319,5 +327,21 @@ class _Solved:
         return found
 
 
-def _pattern(path: str) -> str:
-    return _LAYER.sub("#", path)
+class _Layers:
+    """Which numbers in a module's path count layers: those of modules that have modules of their own in them.
+
+    In ``blocks.3.mlp.0`` that is the 3; the 0 tells one linear of a sequence from another.
+    """
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self._holders = {path[: dot.start()] for path in set(paths) for dot in re.finditer(r"\.", path)}
+        self._known: dict[str, str] = {}
+
+    def pattern(self, path: str) -> str:
+        """The path with a sign in the place of every number of a layer."""
+        if path not in self._known:
+            parts = path.split(".")
+            ends = [".".join(parts[: i + 1]) for i in range(len(parts))]
+            folded = ["#" if p.isdigit() and end in self._holders else p for p, end in zip(parts, ends, strict=True)]
+            self._known[path] = ".".join(folded)
+        return self._known[path]

@@ -64,7 +64,7 @@ def all_gather(x: Tensor, axis: Axis, shard: Shard, size: int) -> Tensor:
         whole = parts.movedim(0, dim + 1).flatten(dim, dim + 2)
     if outer > 1 and x.dim() == 1:
         whole = whole.view(n, outer, -1).movedim(0, 1).flatten()
-    return whole if whole.shape[dim] == size else whole.narrow(dim, 0, size)
+    return whole if whole.shape[dim] == size else whole.narrow(dim, 0, size).contiguous()
 
 
 def _parts(x: Tensor, axis: Axis, shard: Shard) -> Tensor:
@@ -112,6 +112,8 @@ def redistribute(
             return all_gather(x, axis, source, size[source.dim])
         case Replicate(), Shard():
             return take_shard(x, axis, target, coordinate)
+        case Replicate(), Partial("sum"):
+            return torch.where(coordinate.reshape(()) == 0, x, torch.zeros((), dtype=x.dtype, device=x.device))
         case _, Shard():
             whole = redistribute(x, axis, source, Replicate(), size, coordinate)
             return take_shard(whole, axis, target, coordinate)
@@ -130,7 +132,7 @@ def cost(source: Placement, target: Placement, nbytes: int, ranks: int) -> float
             return share
         case Shard(), Replicate():
             return share
-        case Replicate(), Shard():
+        case Replicate(), Shard() | Partial("sum"):
             return 0.0
         case Shard(), Shard():
             return share

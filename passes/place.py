@@ -19,16 +19,12 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from autoshard import collectives
-from autoshard.assign import Choice, assign, nbytes
+from autoshard.assign import Choice, assign
 from autoshard.manager import PassContext
 from autoshard.ops import whole
 from autoshard.placement import REPLICATE, Partial, Placement, Replicate, Shard
 from autoshard.program import TAG, Graph, Kind, Placements, Port, Program, Role, Tag, tag
-from autoshard.randomness import uniform_op
 from autoshard.retrace import clean, copied
-from autoshard.rules import Op, Row, candidates, divides, replicated, rule_of, spread
-from autoshard.rules.options import op_of, tensor_inputs
 
 
 def redistribute(x: Tensor, axis: int, source: Placement, target: Placement) -> Tensor:
@@ -46,11 +42,8 @@ def _placed(graph: Graph, context: PassContext) -> Graph:
     graph = copied(graph)
     inputs = tuple(_seed(port, context) for port in graph.signature.inputs)
     choices: list[Choice] = []
-    for i, axis in enumerate(context.axes):
-        if i == context.data:
-            choices.append(_Chooser(graph, inputs, i, axis.ranks).run())
-        else:
-            choices.append(assign(graph, inputs, i, choices, context))
+    for axis in range(len(context.axes)):
+        choices.append(assign(graph, inputs, axis, choices, context))
     inputs = tuple(
         port.at(tuple(choice.outputs[node][0] for choice in choices))
         for node, port in zip(graph.placeholders(), inputs, strict=True)
@@ -65,98 +58,6 @@ def _seed(port: Port, context: PassContext) -> Port:
     if port.kind is Kind.BATCH and port.shape and context.data is not None and port.sharded:
         return port.at(context.on_data(Shard(0)))
     return port.at(context.replicate())
-
-
-class _Chooser:
-    """Forward over the graph: each node takes the cheapest row for the placements that reach it.
-
-    Nodes that depend on no input have no placement of their own yet; the first consumer that is sharded
-    says how they are made, so that what is cheap to make is made in pieces and never moved.
-    """
-
-    def __init__(self, graph: Graph, inputs: tuple[Port, ...], axis: int, ranks: int) -> None:
-        self.graph = graph
-        self.ranks = ranks
-        self.choice = Choice()
-        self.free: set[fx.Node] = set()
-        self.ops: dict[fx.Node, Op] = {}
-        for node, port in zip(graph.placeholders(), inputs, strict=True):
-            self.choice.outputs[node] = (port.placements[axis],)
-            self.choice.needs[node] = ()
-
-    def run(self) -> Choice:
-        for node in self.graph.module.graph.nodes:
-            if node.op == "call_function":
-                self._visit(node)
-        for node in [n for n in self.graph.module.graph.nodes if n in self.free]:
-            self._settle(node, None)
-        return self.choice
-
-    def _visit(self, node: fx.Node) -> None:
-        if node.target is operator.getitem:
-            source = node.args[0]
-            self.choice.outputs[node] = (self.choice.outputs[source][node.args[1]],)  # type: ignore[index]
-            self.choice.needs[node] = ()
-            return
-        feeds = tensor_inputs(node)
-        self.ops[node] = op_of(node)
-        random = node.target is uniform_op
-        if random or all(n in self.free for n in feeds):
-            rule = rule_of(node.target)
-            if random or (rule is not None and len(self.ops[node].outputs) == 1):
-                self.free.add(node)
-                return
-        placed = tuple(REPLICATE if n in self.free else self.choice.outputs[n][0] for n in feeds)
-        row, name = self._best(node, feeds, placed)
-        for feed, placement in zip(feeds, row.inputs, strict=True):
-            if feed in self.free:
-                self._settle(feed, placement)
-        self._set(node, row, name)
-
-    def _set(self, node: fx.Node, row: Row, name: str) -> None:
-        self.choice.outputs[node] = row.outputs
-        self.choice.needs[node] = row.inputs
-        self.choice.rules[node] = name
-
-    def _best(self, node: fx.Node, feeds: list[fx.Node], placed: tuple[Placement, ...]) -> tuple[Row, str]:
-        op, rule = self.ops[node], rule_of(node.target)
-        best, best_cost = replicated(op), float("inf")
-        for row in candidates(rule, op, placed, self.ranks):
-            cost = 0.0
-            for t, feed, now, need in zip(op.inputs, feeds, placed, row.inputs, strict=True):
-                if feed not in self.free:
-                    cost += collectives.cost(now, need, nbytes(t), self.ranks)
-            if not any(isinstance(p, (Shard, Partial)) for p in row.inputs) and any(
-                isinstance(p, (Shard, Partial)) for p in placed
-            ):
-                # Work that every rank repeats: as dear as moving what it makes.
-                cost += sum(map(nbytes, op.outputs)) + sum(map(nbytes, op.inputs))
-            if cost < best_cost:
-                best, best_cost = row, cost
-        had_rule = rule is not None or all(isinstance(p, Replicate) for p in placed)
-        sharded = any(not isinstance(p, Replicate) for p in (*best.inputs, *best.outputs))
-        name = "table" if sharded else ("whole" if had_rule else "replicated")
-        if not sharded and any(isinstance(p, Shard) for p in placed):
-            name = "gathered on purpose" if node.target is whole else "replicated"
-        return best, name
-
-    def _settle(self, node: fx.Node, wanted: Placement | None) -> None:
-        """Decide how a node without inputs is made, and with it what feeds it."""
-        if node not in self.free:
-            return
-        self.free.discard(node)
-        op, rule = self.ops[node], rule_of(node.target)
-        row = replicated(op)
-        if isinstance(wanted, Shard):
-            if node.target is uniform_op:
-                out = op.outputs[0]
-                if out is not None and divides(out.shape[wanted.dim], wanted, self.ranks):
-                    row = Row((REPLICATE,) * len(op.inputs), (wanted,))
-            elif rule is not None:
-                row = spread(rule, op, 0, wanted, True, self.ranks) or row
-        for feed, placement in zip(tensor_inputs(node), row.inputs, strict=True):
-            self._settle(feed, placement)
-        self._set(node, row, "made in place")
 
 
 def _write(graph: Graph, inputs: tuple[Port, ...], choices: list[Choice], context: PassContext) -> tuple[Port, ...]:

@@ -16,7 +16,17 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from autoshard import moves, optim, runtime
 from autoshard.errors import OptimizerError
 from autoshard.optim import Binding, EagerUpdate, LocalShard, Mode, bind
-from autoshard.placement import REPLICATE, Shard, local_shape, owned, shard_bounds, shard_length, take, without_padding
+from autoshard.placement import (
+    REPLICATE,
+    Placement,
+    Shard,
+    local_shape,
+    owned,
+    shard_bounds,
+    shard_length,
+    take,
+    without_padding,
+)
 from autoshard.plan import Mesh, Plan
 from tests.multirank.runner import run_ranks
 
@@ -566,7 +576,7 @@ def test_eager_steps_on_ranks_equal_one_process(
             _assert_close(state[name], {k: torch.as_tensor(v) for k, v in theirs.items()})
 
 
-TWO_AXES = {
+TWO_AXES: dict[str, tuple[Placement, ...]] = {
     "w": (Shard(1), Shard(0)),
     "v": (Shard(0, 2), Shard(0)),
     "only": (REPLICATE, Shard(0, 2)),

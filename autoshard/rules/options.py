@@ -81,7 +81,7 @@ class _Call:
                 if isinstance(placement, Shard):
                     yield spread(rule, op, i, placement, False, self.ranks)
         for linear in rule.linear(op):
-            if linear and all(i < len(feeds) and PARTIAL in feeds[i] for i in linear):
+            if any(i < len(feeds) and PARTIAL in feeds[i] for i in linear):  # a whole value is a sum of one term
                 yield Row(
                     tuple(PARTIAL if i in linear else REPLICATE for i in range(len(feeds))),
                     (PARTIAL,) * len(op.outputs),

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import autoshard
 from autoshard import Mean, Mesh, Plan
 from autoshard.data import data_rank
+from autoshard.plan import Rule
 from tests import reference
 from tests.multirank.runner import End, run_outcomes, run_ranks
 
@@ -113,11 +114,16 @@ def test_two_axes_train_and_evaluate_as_one_device(optimizer: Any, fields: dict[
 
 # ---------------------------------------------------------------- from mesh to mesh
 
-RULES = {"0.weight": autoshard.Shard(0, 3), "0.bias": autoshard.Shard(0, 3), "3": "row", "2": "replicate"}
+RULES: dict[str, Rule] = {
+    "0.weight": autoshard.Shard(0, 3),
+    "0.bias": autoshard.Shard(0, 3),
+    "3": "row",
+    "2": "replicate",
+}
 
 
 def _on(mesh: Mesh, zero: int) -> autoshard.Step:
-    rules = RULES if mesh.tensor > 1 else {}
+    rules: dict[str, Rule] = RULES if mesh.tensor > 1 else {}
     plan = Plan(mesh=mesh, zero=zero, backend="debug", device="cpu", rules=rules)
     return autoshard.parallelize(_model, plan, loss=_loss, optimizer=ADAMW)
 

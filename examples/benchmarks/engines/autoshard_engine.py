@@ -1,4 +1,7 @@
-"""autoshard at ZeRO stages 0 to 3. Options: {"backend": "inductor" | "debug", "persistence_threshold": elements}."""
+"""autoshard at ZeRO stages 0 to 3, and with every rank on the tensor axis.
+
+Options: {"backend": "inductor" | "debug", "persistence_threshold": elements}.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +13,19 @@ import torch
 from harness import RunConfig
 from model import Transformer, token_loss
 
-from engines import Batch, Build, Built, engine
+from engines import Batch, Build, Built, Data, engine
 
 
 def preload() -> None:
     import autoshard  # noqa: F401
 
 
-def zero(model: Transformer, config: RunConfig, stage: int) -> Built:
+def built(model: Transformer, config: RunConfig, axis: str, stage: int = 0) -> Built:
+    """The model with every rank on one mesh axis."""
     import autoshard
 
     plan = autoshard.Plan(
-        mesh=autoshard.Mesh(data=config.ranks),
+        mesh={"data": 1, axis: config.ranks},
         zero=autoshard.Zero(stage=stage, persistence_threshold=config.opts.get("persistence_threshold", 0)),
         precision="bf16" if config.dtype == "bf16" else "model",
         backend=config.opts.get("backend", "inductor"),
@@ -53,8 +57,13 @@ def zero(model: Transformer, config: RunConfig, stage: int) -> Built:
 
 
 def _at(stage: int) -> Build:
-    return lambda model, config: zero(model, config, stage)
+    return lambda model, config: built(model, config, "data", stage)
 
 
 for _stage in range(4):
     engine(f"autoshard_zero{_stage}", preload=preload)(_at(_stage))
+
+
+@engine("autoshard_tp", data=Data.ALL, preload=preload)
+def tp(model: Transformer, config: RunConfig) -> Built:
+    return built(model, config, "tensor")
