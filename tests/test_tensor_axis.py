@@ -58,7 +58,7 @@ _HF: dict[str, Any] = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_i
 def _hf_gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    off = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    off: dict[str, Any] = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
     config = GPT2Config(n_positions=LENGTH, n_embd=WIDTH, n_layer=BLOCKS, n_head=HEADS, **off, **_HF)
     return GPT2LMHeadModel(config)
 
@@ -161,8 +161,7 @@ MODELS: dict[str, Golden] = {
 }
 # What sends more than it should, with the reason: expected to fail, and to fail the suite when it does not.
 EXCESS: dict[str, str] = {
-    "t5": "backward of the encoder's last block has 3: what the final norm returns is reduced twice, before and after it "
-    "is added to",
+    "t5": "backward of the encoder's last block has 3: the gradient that comes from the decoder is reduced there too",
     "bert": "backward of a block has 5: q, k and v are each reduce-scattered, then gathered, since autograd adds each "
     "to the residual's gradient, which is whole: residual + dv + dk + dq, not residual + (dv + dk + dq)",
 }
@@ -303,7 +302,7 @@ def test_the_gradients_of_q_k_and_v_are_summed_before_one_reduction(name: str) -
     graph, placements = plain(name)
     golden = MODELS[name]
     reduced = [m for m in activations(graph, golden.block) if m.backward and m.where not in ("", "loss")]
-    assert {type(m.node.args[2]) for m in reduced} == {Partial}
+    assert all(isinstance(m.node.args[2], Partial) for m in reduced)
     projections = re.compile(r"(query|key|value|qkv|c_attn|[qkv]|[qkv]_proj)\.weight$")
     split = [p for n, p in placements.items() if projections.search(n)]
     assert split

@@ -52,8 +52,10 @@ class ThreeHeads(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.norm(self.embed(tokens))
-        parts = (m(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for m in (self.query, self.key, self.value))
-        mixed = F.scaled_dot_product_attention(*parts, is_causal=True)
+        query, key, value = (
+            m(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for m in (self.query, self.key, self.value)
+        )
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.head(x + self.out(mixed.transpose(1, 2).flatten(2)))
 
 
@@ -110,7 +112,7 @@ def _check(kind: type[nn.Module], loss: Any, optimizer: Any, rows: int = 4, **fi
 @pytest.mark.parametrize("tensor", [2, 4])
 def test_an_uneven_vocabulary_and_hidden_width_are_exact(tensor: int) -> None:
     rules = {"up": "column", "down.weight": "row", "head": "column", "embed": "vocab"}
-    fields = {"mesh": Mesh(data=1, tensor=tensor), "rules": rules, "clip_norm": 0.5}
+    fields: dict[str, Any] = {"mesh": Mesh(data=1, tensor=tensor), "rules": rules, "clip_norm": 0.5}
     placed = _check(Uneven, zoo._pair_loss, SGD, **fields)
     assert placed["up.weight"] == placed["head.weight"] == placed["embed.weight"] == "(Shard(dim=0),)"
     assert placed["down.weight"] == "(Shard(dim=1),)"
@@ -135,7 +137,7 @@ def test_three_heads_on_two_ranks_are_exact(rules: dict[str, str]) -> None:
 
 @pytest.mark.xfail(strict=True, raises=AssertionError, reason=_PADDING_IN_NORM)
 def test_stage_3_accumulation_clipping_and_a_token_mean_work_together_on_two_axes() -> None:
-    fields = {"mesh": Mesh(data=2, tensor=2), "zero": 3, "accumulate": 2, "clip_norm": 0.05}
+    fields: dict[str, Any] = {"mesh": Mesh(data=2, tensor=2), "zero": 3, "accumulate": 2, "clip_norm": 0.05}
     _check(Uneven, _token_mean, SGD, rows=8, **fields)
 
 
