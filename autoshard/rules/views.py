@@ -36,6 +36,7 @@ def carry(before: Sequence[int], after: Sequence[int], shard: Shard, ranks: int)
     """
     if 0 in before:
         return None
+    even = before[shard.dim] % (shard.outer * ranks) == 0
     for a, b in groups(before, after):
         if shard.dim not in a:
             continue
@@ -44,7 +45,7 @@ def carry(before: Sequence[int], after: Sequence[int], shard: Shard, ranks: int)
             size = after[d]
             if outer == 1 or (size % outer == 0 and size > outer):
                 kept = outer == 1 and len(a) == len(b) == 1  # the dim itself, which may be split unevenly
-                return Shard(d, outer) if kept or size % (outer * ranks) == 0 else None
+                return Shard(d, outer) if kept or (even and size % (outer * ranks) == 0) else None
             if outer % size:
                 return None
             outer //= size
