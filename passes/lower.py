@@ -142,7 +142,9 @@ class _Lowering:
         local = self.local[x]
         for axis, op in reducing.items():
             p, n = tag(x).placements[0][axis], self.context.axes[axis].ranks
-            if not isinstance(p, Shard) or value.shape[p.dim] % n == 0 or (op == "sum" and self._is_zero_padded(x, axis)):
+            if not isinstance(p, Shard) or value.shape[p.dim] % n == 0:
+                continue
+            if op == "sum" and self._is_zero_padded(x, axis):
                 continue
             key = (x, axis, op)
             if key not in self.masked:
@@ -153,10 +155,10 @@ class _Lowering:
     def _is_zero_padded(self, x: fx.Node, axis: int) -> bool:
         """On `axis` parameters, and what a change of placement there has made, are padded with zeros."""
         if x.target is not redistribute:
-            return x.op == "placeholder"
+            return bool(x.op == "placeholder")
         source, changed = x.args[0], x.args[1]
         assert isinstance(source, fx.Node)
-        return changed == axis or self._is_zero_padded(source, axis)
+        return bool(changed == axis) or self._is_zero_padded(source, axis)
 
     def _masked(self, local: fx.Node, dim: int, size: int, axis: int, op: str, x: fx.Node) -> fx.Node:
         def mask(t: Tensor, coordinate: Tensor) -> Tensor:

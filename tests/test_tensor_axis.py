@@ -162,8 +162,6 @@ MODELS: dict[str, Golden] = {
 # What sends more than it should, with the reason: expected to fail, and to fail the suite when it does not.
 EXCESS: dict[str, str] = {
     "t5": "backward of the encoder's last block has 3: the gradient that comes from the decoder is reduced there too",
-    "bert": "backward of a block has 5: q, k and v are each reduce-scattered, then gathered, since autograd adds each "
-    "to the residual's gradient, which is whole: residual + dv + dk + dq, not residual + (dv + dk + dq)",
 }
 
 
