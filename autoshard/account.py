@@ -293,7 +293,8 @@ class _Accountant:
         modules = dict.fromkeys(name.rpartition(".")[0] for name in self.step.modules.parameters())
         known = [m for m in order if m in modules or m in self.by_module]
         groups: dict[tuple[Any, ...], list[str]] = {}
-        for module in dict.fromkeys([*known, *modules, *self.by_module]):
+        listed = dict.fromkeys([*known, *modules, *self.by_module])
+        for module in sorted(listed, key=lambda m: m == ""):  # the loss comes last
             found = tuple(_joined(self.by_module.get(module, ())))
             groups.setdefault((self.layers.pattern(module), found), []).append(module)
         return tuple(
@@ -385,7 +386,7 @@ class _Accountant:
         """The repeated layers that compute most, by the second of them: the first has a neighbour of another kind."""
         work: Counter[str] = Counter()
         members: dict[str, dict[str, None]] = {}
-        products = [n for n in self.order if n.op == "call_function" and TAG in n.meta and flops(n)]
+        products = [n for n in self.order if n.op == "call_function" and TAG in n.meta and _is_product(n)]
         for node in products:
             path = _owner(node)
             parts, pattern = path.split("."), self.layers.pattern(path).split(".")
@@ -449,6 +450,11 @@ class _Accountant:
             _shape(value[0] if isinstance(value, (tuple, list)) else value),
             tag(node).placements[0],
         )
+
+
+def _is_product(node: fx.Node) -> bool:
+    """A matrix product, a convolution, or attention, of which torch counts some kernels only."""
+    return bool(flops(node)) or "scaled_dot_product" in str(node.target)
 
 
 def _within(module: str, prefix: str) -> bool:
