@@ -95,7 +95,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Whole:
-    """An op that every rank repeats for want of a rule; per axis, FLOPs that others compute too, and bytes to gather."""
+    """An op repeated on every rank for want of a rule: by axis, FLOPs that others compute too, and bytes to gather."""
 
     op: str
     module: str
@@ -137,7 +137,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Account:
-    """Everything that `explain()` says. Bytes are those that this rank sends in one optimizer step (ring algorithms)."""
+    """Everything that `explain()` says. Bytes are those that this rank sends in one step (ring algorithms)."""
 
     axes: tuple[Axis, ...]
     stage: int
@@ -289,12 +289,16 @@ class _Accountant:
 
     def _layers(self) -> tuple[Layer, ...]:
         """Modules with a parameter or a collective, in the order of the forward pass."""
-        order = {tag(n).module: None for n in self.micro.module.graph.nodes if TAG in n.meta}
-        modules = dict.fromkeys(name.rpartition(".")[0] for name in self.step.modules.parameters())
-        known = [m for m in order if m in modules or m in self.by_module]
+        nodes = [n for n in self.micro.module.graph.nodes if n.op == "call_function" and TAG in n.meta]
+        first: dict[str, int] = {}  # where each module, or one within it, begins
+        for i, path in enumerate(dict.fromkeys(tag(n).module for n in nodes)):
+            parts = path.split(".")
+            for end in range(1, len(parts) + 1):
+                first.setdefault(".".join(parts[:end]), i)
+        modules = {name.rpartition(".")[0]: None for name in self.step.modules.parameters()}
+        listed = dict.fromkeys([*modules, *self.by_module])
         groups: dict[tuple[Any, ...], list[str]] = {}
-        listed = dict.fromkeys([*known, *modules, *self.by_module])
-        for module in sorted(listed, key=lambda m: m == ""):  # the loss comes last
+        for module in sorted(listed, key=lambda m: (m == "", first.get(m, len(first)), m.count("."))):
             found = tuple(_joined(self.by_module.get(module, ())))
             groups.setdefault((self.layers.pattern(module), found), []).append(module)
         return tuple(

@@ -7,15 +7,15 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from autoshard import explain as text
-from autoshard.account import Account, Block, Product, Traffic, dims, placed, size
+from autoshard.account import Account, Product, Traffic, dims, placed, size
 from autoshard.placement import Shard
 from autoshard.program import Placements
 
 _STYLE = """
 :root { color-scheme: light dark; --page: #fff; --ink: #1b1f24; --soft: #59636e; --line: #d8dee4; --card: #f5f7f9;
-  --axis0: #1f6fd0; --axis1: #c2570c; --axis2: #6f42c1; --fill: #e4ecf7 }
+  --axis0: #1f6fd0; --axis1: #c2570c; --axis2: #6f42c1 }
 @media (prefers-color-scheme: dark) { :root { --page: #12161b; --ink: #e3e8ee; --soft: #9aa5b1; --line: #333b45;
-  --card: #1a2027; --axis0: #6aa9f4; --axis1: #f0964f; --axis2: #b392f0; --fill: #223044 } }
+  --card: #1a2027; --axis0: #6aa9f4; --axis1: #f0964f; --axis2: #b392f0 } }
 * { box-sizing: border-box }
 body { margin: 0; background: var(--page); color: var(--ink); font: 15px/1.5 system-ui, "DejaVu Sans", sans-serif }
 main { max-width: 1180px; margin: 0 auto; padding: 24px 20px 60px }
@@ -25,13 +25,13 @@ p { margin: 4px 0 10px; color: var(--soft); max-width: 80ch }
 .tile { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 10px 14px }
 .tile b { display: block; font-size: 1.2rem; font-weight: 600 } .tile span { color: var(--soft); font-size: .84rem }
 .box { overflow-x: auto; border: 1px solid var(--line); border-radius: 8px }
-.box > svg { display: block; margin: 8px } .narrow { max-width: 760px }
+.box > svg { display: block; margin: 8px } .narrow { max-width: 462px }
 table { border-collapse: collapse; width: 100%; font-size: .86rem; white-space: nowrap }
 th, td { padding: 5px 12px; text-align: left; border-bottom: 1px solid var(--line); vertical-align: top }
-thead th { background: var(--card); color: var(--soft); font-weight: 600 } tbody tr:last-child td { border-bottom: 0 }
-.n { text-align: right; font-variant-numeric: tabular-nums } .again { color: transparent }
-tr.more td { border-bottom-color: transparent }
-code, .c { font-family: ui-monospace, "DejaVu Sans Mono", monospace; font-size: .92em }
+thead th { white-space: normal; vertical-align: bottom; background: var(--card); color: var(--soft); font-weight: 600 }
+tbody tr:last-child td { border-bottom: 0 }
+.n { text-align: right; font-variant-numeric: tabular-nums } .soft { color: var(--soft) }
+thead .n { min-width: 76px } code, .c { font-family: ui-monospace, "DejaVu Sans Mono", monospace; font-size: .92em }
 svg text { font: 12px system-ui, "DejaVu Sans", sans-serif; fill: var(--ink) } svg .soft { fill: var(--soft) }
 svg .small { font-size: 11px } svg .bold { font-weight: 600 }
 """
@@ -62,12 +62,14 @@ def render(a: Account) -> str:
 def _summary(a: Account) -> str:
     cost = a.cost
     tiles = [
-        (f"{a.share:.3f} ×", f"a fair part of the FLOPs: {_big(cost.flops)} per rank, {_big(cost.global_flops)} in all"),
+        (f"{a.share:.3f}", f"FLOPs per rank over global / N: {_big(cost.flops)} of {_big(cost.global_flops)}"),
         (size(cost.bytes_at_rest), "at rest per rank: " + ", ".join(f"{k} {size(n)}" for k, n in cost.at_rest.items())),
         (size(cost.gathered_peak), "of gathered parameters alive at most"),
         *((size(cost.sent.get(axis.name, 0)), f"sent on {axis.name} ({axis.ranks} ranks)") for axis in a.axes),
     ]
-    made = "".join(f'<div class="tile"><b>{escape(value)}</b><span>{escape(what)}</span></div>' for value, what in tiles)
+    made = "".join(
+        f'<div class="tile"><b>{escape(value)}</b><span>{escape(what)}</span></div>' for value, what in tiles
+    )
     batches = f"{a.accumulate} micro-batch{'es' * (a.accumulate > 1)} a step"
     head = f"<h1>How one step is split</h1><p>Mesh <b>{escape(a.mesh)}</b>, ZeRO stage {a.stage}, {batches}, backend "
     notes = "".join(f"<p>{escape(note)}</p>" for note in a.notes)
@@ -92,7 +94,7 @@ def _sent(a: Account) -> str:
         return ""
     names = [axis.name for axis in a.axes]
     bars = sorted(found.items(), key=lambda item: (names.index(item[0][0]), -item[1]))
-    left, width, row = 230, 380, 26
+    left, width, row = 196, 176, 26
     most = max(n for _, n in bars) or 1
     drawn = []
     for i, ((axis, purpose), n) in enumerate(bars):
@@ -102,13 +104,14 @@ def _sent(a: Account) -> str:
             + f'<rect x="{left}" y="{y}" width="{length:.1f}" height="18" rx="3" fill="{_colour(a, axis)}"/>'
             + _text(left + length + 8, y + 14, size(n), "soft")
         )
-    picture = _svg(left + width + 100, 10 + row * len(bars), drawn, "bytes sent by axis and purpose")
+    picture = _svg(left + width + 72, 10 + row * len(bars), drawn, "bytes sent by axis and purpose")
     return f'<h2>Bytes sent, by axis and purpose</h2><div class="box narrow">{picture}</div>'
 
 
 # ---------------------------------------------------------------- the block
 
-_BOX, _GAP, _ROW, _TOP = 168, 118, 132, 30  # widths of a column and of the gap between two, height of a product
+_BOX, _ROW, _TOP = 144, 132, 30  # the width of a column, the height of a product, where the first one is
+_NARROW, _WIDE = 24, 106  # a gap between columns without and with a collective
 
 
 def _block(a: Account) -> str:
@@ -116,25 +119,30 @@ def _block(a: Account) -> str:
     if b is None:
         return ""
     rows = max(len(column) for column in b.columns)
-    height = _TOP + rows * _ROW + 100
-    width = len(b.columns) * (_BOX + _GAP) + _GAP
-    drawn = [_marker(), _text(8, 16, "forward →", "soft"), _text(8, height - 8, "← backward", "soft")]
-    middle = _TOP + rows * _ROW / 2
+    gaps = [
+        _WIDE if any(at == i for at, _ in (*b.forward, *b.backward)) else _NARROW for i in range(len(b.columns) + 1)
+    ]
+    starts = [sum(gaps[:i]) + i * _BOX for i in range(len(gaps))]
+    deepest = max((sum(at == i for at, _ in b.backward) for i in range(len(gaps))), default=0)
+    middle, below = _TOP + rows * _ROW / 2, _TOP + rows * _ROW + 22
+    width, height = starts[-1] + gaps[-1], below + 22 + 34 * max(deepest, 1)
+    drawn = [_marker(), _text(8, 16, "forward →", "soft"), _line(width - 8, 8, below, dashed=True)]
+    drawn.append(_text(width - 8, below + 18, "← backward", "soft", "end") if not b.backward else "")
     for i, column in enumerate(b.columns):
-        x, top = _GAP + i * (_BOX + _GAP), middle - len(column) * _ROW / 2
-        drawn += [_product(a, p, x, top + j * _ROW) for j, p in enumerate(column)]
-    below = _TOP + rows * _ROW + 30
-    for gap in range(len(b.columns) + 1):
-        x = gap * (_BOX + _GAP)
-        drawn.append(_arrow(a, x, middle, [t for at, t in b.forward if at == gap], b.copies, back=False))
-        drawn.append(_arrow(a, x, below, [t for at, t in b.backward if at == gap], b.copies, back=True))
+        top = middle - len(column) * _ROW / 2
+        drawn += [_product(a, p, starts[i] + gaps[i], top + j * _ROW) for j, p in enumerate(column)]
+    for i, (x, gap) in enumerate(zip(starts, gaps, strict=True)):
+        drawn.append(_line(x + 6, x + gap - 6, middle))
+        drawn.append(_sends(a, x + gap / 2, middle, [t for at, t in b.forward if at == i]))
+        drawn.append(_sends(a, x + gap / 2, below, [t for at, t in b.backward if at == i]))
     each = "" if b.copies == 1 else f", one of {b.copies} alike"
     made = _svg(width, height, drawn, f"how {b.name} is split")
     return (
-        f'<h2>How <code>{escape(b.name)}</code> is split</h2><p>The matrix products of one block{each}, in order. '
-        "A rank holds the filled part of a weight and computes the part of the output that is said under it. On the "
-        "arrows: what the block sends in forward (between the products) and in backward (below them).</p>"
-        f'<div class="box">{made}</div>'
+        f"<h2>How <code>{escape(b.name)}</code> is split</h2><p>The matrix products of one block{each}, in order. "
+        "Pale: the part of a weight that a rank computes with; dark: what it keeps between steps, where ZeRO splits "
+        "that further on data (dashed) and gathers it for use. Between the products: what the block sends in forward; "
+        "under them, along the dashed arrow: in backward. Bytes are those of one block and step.</p>"
+        f'<div class="box" tabindex="0">{made}</div>'
     )
 
 
@@ -145,18 +153,20 @@ def _marker() -> str:
     )
 
 
-def _arrow(a: Account, x: float, y: float, traffic: Sequence[Traffic], copies: int, back: bool) -> str:
-    ends = (x + _GAP - 8, x + 8) if back else (x + 8, x + _GAP - 8)
+def _line(start: float, end: float, y: float, dashed: bool = False) -> str:
+    dash = ' stroke-dasharray="5 4"' if dashed else ""
+    return (
+        f'<line x1="{start}" y1="{y}" x2="{end}" y2="{y}" stroke="var(--soft)" stroke-width="1.5"{dash} '
+        'marker-end="url(#tip)"/>'
+    )
+
+
+def _sends(a: Account, x: float, y: float, traffic: Sequence[Traffic]) -> str:
+    """Collectives, written under an arrow."""
     found = ""
-    if traffic or not back:
-        found = (
-            f'<line x1="{ends[0]}" y1="{y}" x2="{ends[1]}" y2="{y}" stroke="var(--soft)" stroke-width="1.5" '
-            'marker-end="url(#tip)"/>'
-        )
     for i, t in enumerate(traffic):
-        at = y + 18 + 34 * i
-        found += _text(x + _GAP / 2, at, t.op, "bold", "middle", _colour(a, t.axis))
-        found += _text(x + _GAP / 2, at + 15, f"{t.axis}, {size(t.sent)}", "small soft", "middle")
+        found += _text(x, y + 18 + 34 * i, t.op, "bold", "middle", _colour(a, t.axis))
+        found += _text(x, y + 32 + 34 * i, f"{t.axis}, {size(t.sent)}", "small soft", "middle")
     return found
 
 
@@ -165,9 +175,11 @@ def _product(a: Account, p: Product, x: float, y: float) -> str:
     found = (
         f'<rect x="{x}" y="{y + 4}" width="{_BOX}" height="{_ROW - 10}" rx="8" fill="var(--card)" '
         'stroke="var(--line)"/>'
-    ) + _text(x + 10, y + 22, _fit(p.module, 22), "bold")
+    ) + _text(x + 10, y + 22, _fit(p.module, 19), "bold")
     if not p.weight:
-        found += _text(x + 10, y + 42, _fit(p.op.lstrip("_").replace("_", " "), 25), "small soft")
+        found += _text(
+            x + 10, y + 42, _fit(p.op.removeprefix("_scaled_dot_product_").replace("_", " "), 23), "small soft"
+        )
         return found + _made(a, p, x + 10, y + 62)
     found += _weight(a, p, x + 10, y + 32)
     lines = [dims(p.shape), *(f"{axis.name} {placement}" for axis, placement in zip(a.axes, p.placements, strict=True))]
@@ -179,8 +191,8 @@ def _product(a: Account, p: Product, x: float, y: float) -> str:
 
 
 def _made(a: Account, p: Product, x: float, y: float) -> str:
-    return _text(x, y, "output " + _fit(p.output, 18), "small soft") + _text(
-        x, y + 14, _fit(_where(a, p.made), 26), "small soft"
+    return _text(x, y, "output " + _fit(p.output, 15), "small soft") + _text(
+        x, y + 14, _fit(_where(a, p.made), 24), "small soft"
     )
 
 
@@ -189,29 +201,36 @@ def _where(a: Account, placements: Placements) -> str:
 
 
 def _weight(a: Account, p: Product, x: float, y: float) -> str:
-    """The first rank's part of a matrix: what is split on an axis is cut along that dim."""
-    width, height = 56.0, 56.0
-    parts = [(0.0, 1.0, 0.0, 1.0)]  # top, bottom, left, right
+    """The first rank's part of a matrix, in use and at rest: what is split on an axis is cut along that dim."""
+    side = 56.0
+    in_use = at_rest = [(0.0, 1.0, 0.0, 1.0)]  # top, bottom, left, right
     cuts = ""
     for axis, placement in zip(a.axes, p.placements, strict=True):
         if not isinstance(placement, Shard) or placement.dim > 1:
             continue
-        parts = [_cut(part, placement, axis.ranks, k) for part in parts for k in range(min(placement.outer, 8))]
+        at_rest = [_cut(part, placement, axis.ranks, k) for part in at_rest for k in range(placement.outer)]
+        if axis.name != "data":
+            in_use = [_cut(part, placement, axis.ranks, k) for part in in_use for k in range(placement.outer)]
         steps = axis.ranks * placement.outer
+        dash = ' stroke-dasharray="3 2"' if axis.name == "data" else ""
         for k in range(1, steps if steps <= 16 else 0):
-            at = k / steps
-            line = (0, at * height, width, at * height) if placement.dim == 0 else (at * width, 0, at * width, height)
+            at = side * k / steps
+            ends = (0.0, at, side, at) if placement.dim == 0 else (at, 0.0, at, side)
             cuts += (
-                f'<line x1="{x + line[0]:.1f}" y1="{y + line[1]:.1f}" x2="{x + line[2]:.1f}" y2="{y + line[3]:.1f}" '
-                f'stroke="{_colour(a, axis.name)}" stroke-width="1.5"/>'
+                f'<line x1="{x + ends[0]:.1f}" y1="{y + ends[1]:.1f}" x2="{x + ends[2]:.1f}" y2="{y + ends[3]:.1f}" '
+                f'stroke="{_colour(a, axis.name)}" stroke-width="1.5"{dash}/>'
             )
-    filled = "".join(
-        f'<rect x="{x + left * width:.1f}" y="{y + top * height:.1f}" width="{(right - left) * width:.1f}" '
-        f'height="{(bottom - top) * height:.1f}" fill="var(--axis0)" opacity=".45"/>'
+    frame = f'<rect x="{x}" y="{y}" width="{side}" height="{side}" fill="var(--page)" stroke="var(--soft)"/>'
+    return frame + _filled(in_use, x, y, side, 0.25) + _filled(at_rest, x, y, side, 0.5) + cuts
+
+
+def _filled(parts: Iterable[tuple[float, float, float, float]], x: float, y: float, side: float, ink: float) -> str:
+    return "".join(
+        f'<rect x="{x + left * side:.1f}" y="{y + top * side:.1f}" width="{(right - left) * side:.1f}" '
+        f'height="{(bottom - top) * side:.1f}" fill="var(--soft)" opacity="{ink}"/>'
         for top, bottom, left, right in parts
+        if right > left and bottom > top
     )
-    frame = f'<rect x="{x}" y="{y}" width="{width}" height="{height}" fill="var(--fill)" stroke="var(--soft)"/>'
-    return frame + filled + cuts
 
 
 def _cut(
