@@ -28,7 +28,7 @@ p { margin: 4px 0 10px; color: var(--soft); max-width: 80ch }
 .box > svg { display: block; margin: 8px } .narrow { max-width: 462px }
 table { border-collapse: collapse; width: 100%; font-size: .86rem; white-space: nowrap }
 th, td { padding: 5px 12px; text-align: left; border-bottom: 1px solid var(--line); vertical-align: top }
-thead th { white-space: normal; vertical-align: bottom; background: var(--card); color: var(--soft); font-weight: 600 }
+thead th { white-space: pre-line; vertical-align: bottom; background: var(--card); color: var(--soft); font-weight: 600 }
 tbody tr:last-child td { border-bottom: 0 }
 .n { text-align: right; font-variant-numeric: tabular-nums } .soft { color: var(--soft) }
 thead .n { min-width: 76px } code, .c { font-family: ui-monospace, "DejaVu Sans Mono", monospace; font-size: .92em }
@@ -127,7 +127,11 @@ def _block(a: Account) -> str:
     middle, below = _TOP + rows * _ROW / 2, _TOP + rows * _ROW + 22
     width, height = starts[-1] + gaps[-1], below + 22 + 34 * max(deepest, 1)
     drawn = [_marker(), _text(8, 16, "forward →", "soft"), _line(width - 8, 8, below, dashed=True)]
-    drawn.append(_text(width - 8, below + 18, "← backward", "soft", "end") if not b.backward else "")
+    drawn.append(
+        _text(width - 8, below + 18, "← backward", "soft", "end")
+        if all(at != len(b.columns) for at, _ in b.backward)
+        else ""
+    )
     for i, column in enumerate(b.columns):
         top = middle - len(column) * _ROW / 2
         drawn += [_product(a, p, starts[i] + gaps[i], top + j * _ROW) for j, p in enumerate(column)]
@@ -268,7 +272,7 @@ def _layers(a: Account) -> str:
 def _parameters(a: Account) -> str:
     columns = text.uses(a)
     heads = ["parameter", "copies", "shape", "at rest", "gradient", "optimizer"]
-    heads += [f"{axis}: {use}" if len(a.axes) > 1 else use for axis, use in columns]
+    heads += [f"{axis}\n{use}" if len(a.axes) > 1 else use for axis, use in columns]
     rows = []
     for p in a.parameters:
         note = f'<br><span class="soft">{escape(p.note)}</span>' if p.note else ""
@@ -286,7 +290,7 @@ def _whole(a: Account) -> str:
     if not a.whole:
         return "<h2>Ops without a rule</h2><p>Every op that a shard or a partial sum reaches is split by a rule.</p>"
     heads = ["op", "module", "phase", "output"]
-    heads += [f"{axis.name}: {what}" for axis in a.axes for what in ("FLOPs wasted", "sent to gather")]
+    heads += [f"{axis.name}\n{what}" for axis in a.axes for what in ("FLOPs wasted", "sent to gather")]
     rows = []
     for w in a.whole:
         costs = [cell for x in a.axes for cell in (f"{w.wasted[x.name]:,}", size(w.gathered[x.name]))]
