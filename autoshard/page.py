@@ -190,7 +190,7 @@ def _product(a: Account, p: Product, x: float, y: float) -> str:
     for i, line in enumerate(lines[:4]):
         kind = "small" if i else "small soft"
         fill = _colour(a, a.axes[i - 1].name) if i else ""
-        found += _text(x + 76, y + 43 + 15 * i, line, kind, colour=fill)
+        found += _text(x + 69, y + 43 + 15 * i, line, kind, colour=fill)
     return found + _made(a, p, x + 10, y + 104)
 
 
@@ -206,7 +206,7 @@ def _where(a: Account, placements: Placements) -> str:
 
 def _weight(a: Account, p: Product, x: float, y: float) -> str:
     """The first rank's part of a matrix, in use and at rest: what is split on an axis is cut along that dim."""
-    side = 56.0
+    side = 52.0
     in_use = at_rest = [(0.0, 1.0, 0.0, 1.0)]  # top, bottom, left, right
     cuts = ""
     for axis, placement in zip(a.axes, p.placements, strict=True):
