@@ -28,7 +28,8 @@ p { margin: 4px 0 10px; color: var(--soft); max-width: 80ch }
 .box > svg { display: block; margin: 8px } .narrow { max-width: 462px }
 table { border-collapse: collapse; width: 100%; font-size: .86rem; white-space: nowrap }
 th, td { padding: 5px 12px; text-align: left; border-bottom: 1px solid var(--line); vertical-align: top }
-thead th { white-space: pre-line; vertical-align: bottom; background: var(--card); color: var(--soft); font-weight: 600 }
+thead th { white-space: pre-line; vertical-align: bottom }
+thead th { background: var(--card); color: var(--soft); font-weight: 600 }
 tbody tr:last-child td { border-bottom: 0 }
 .n { text-align: right; font-variant-numeric: tabular-nums } .soft { color: var(--soft) }
 thead .n { min-width: 76px } code, .c { font-family: ui-monospace, "DejaVu Sans Mono", monospace; font-size: .92em }

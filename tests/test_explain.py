@@ -56,9 +56,18 @@ def _loss(model: nn.Module, batch: Any) -> Tensor:
     return F.mse_loss(model(batch["x"]) + _TABLE, batch["y"])
 
 
-def _loss_along_the_batch(model: nn.Module, batch: Any) -> Tensor:
-    """A running maximum over the samples cannot be split over them."""
-    return torch.cummax(model(batch["x"]), 0).values.square().mean() + batch["y"].mean()
+@torch.library.custom_op("test_explain::doubled", mutates_args=())
+def _doubled(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+_doubled.register_fake(torch.empty_like)
+_doubled.register_autograd(lambda ctx, grad: 2 * grad)
+
+
+def _loss_with_an_own_op(model: nn.Module, batch: Any) -> Tensor:
+    """No table has a rule for what a user defines: it runs whole."""
+    return _doubled(model(batch["x"])).sub(batch["y"]).square().mean()
 
 
 def _explained(stage: int, accumulate: int = 1, loss: Any = _loss, optimizer: Any = ADAMW) -> tuple[str, int, int]:
@@ -108,9 +117,9 @@ def test_what_has_no_gradient_and_what_the_loss_closed_over_is_listed() -> None:
 
 
 def test_an_op_that_runs_whole_on_every_rank_is_named_with_what_gathering_for_it_sends() -> None:
-    text = run_ranks(_explained, 2, 3, 1, _loss_along_the_batch)[0][0]
+    text = run_ranks(_explained, 2, 3, 1, _loss_with_an_own_op)[0][0]
     assert "for want of a rule" in text
-    row = _row(text, "cummax.default")
+    row = _row(text, "test_explain.doubled")
     assert row[-2:] == [str(8 * 4 * 4 // 2), "B"]
 
 
@@ -163,20 +172,6 @@ class _Tower(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.last(x)
-
-
-@torch.library.custom_op("test_explain::doubled", mutates_args=())
-def _doubled(x: Tensor) -> Tensor:
-    return 2 * x
-
-
-_doubled.register_fake(torch.empty_like)
-_doubled.register_autograd(lambda ctx, grad: 2 * grad)
-
-
-def _loss_with_an_own_op(model: nn.Module, batch: Any) -> Tensor:
-    """No table has a rule for what a user defines: it runs whole."""
-    return _doubled(model(batch["x"])).sub(batch["y"]).square().mean()
 
 
 def _accounted(stage: int, accumulate: int, folder: str | None) -> tuple[Account, str, str]:
