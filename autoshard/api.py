@@ -215,11 +215,20 @@ class Step:
         """
         return self._latest().snapshot(phase, after)
 
-    def explain(self) -> str:
-        """What was placed where and why, as a table."""
-        from autoshard.explain import explain
+    def explain(self, path: str | Path | None = None) -> str:
+        """What was placed where and why, and what it sends, as text.
 
-        return explain(self, self._latest())
+        Args:
+            path: also write it there: as one self-contained HTML page where the name ends in ``.html``, else as text.
+                Every rank that is given a path writes it.
+        """
+        from autoshard.explain import explain, page
+
+        text = explain(self, self._latest())
+        if path is not None:
+            as_page = Path(path).suffix == ".html"
+            Path(path).write_text(page(self, self._latest()) if as_page else text + "\n", encoding="utf-8")
+        return text
 
     def cost(self) -> Any:
         """FLOPs, bytes at rest and bytes per collective and axis, of this rank for one step."""

@@ -209,7 +209,7 @@ class _Solved:
     def _group(self) -> None:
         """Nodes that compute the same in modules that differ only in numbers, at the same place in each."""
         seen: dict[object, int] = {}
-        layers = _Layers([tag(node).module for node in self.a.nodes])
+        layers = Layers([tag(node).module for node in self.a.nodes])
         for node, port in self.a.ports.items():
             pattern = layers.pattern(port.name) if port.kind is Kind.PARAMETER else node.name
             self._put(node, (port.kind, pattern, port.shape, port.dtype, self._arrivals(node)))
@@ -223,7 +223,7 @@ class _Solved:
             self._put(node, (pattern, *own[1:], place, alone, before))
 
     @staticmethod
-    def _path(node: fx.Node, layers: _Layers) -> str:
+    def _path(node: fx.Node, layers: Layers) -> str:
         """The module that a node belongs to; for what no layer owns, such as a sum of gradients, a neighbour's."""
         own = tag(node).module
         near = (tag(n).module for n in (*node.all_input_nodes, *node.users) if TAG in n.meta)
@@ -327,7 +327,7 @@ class _Solved:
         return found
 
 
-class _Layers:
+class Layers:
     """Which numbers in a module's path count layers: those of modules that have modules of their own in them.
 
     In ``blocks.3.mlp.0`` that is the 3; the 0 tells one linear of a sequence from another.

@@ -139,19 +139,34 @@ def _nbytes(layout: Layout, context: PassContext) -> int:
     return math.prod(layout.local_shape(context.axes)) * layout.dtype.itemsize
 
 
-def _collectives(name: str, graph: Graph, times: int) -> Iterator[Collective]:
-    found: dict[tuple[str, str, Role], list[int]] = {}
+@dataclass(frozen=True)
+class Call:
+    """One collective of a lowered graph: its op, mesh axis, and the bytes that this rank sends each time it runs."""
+
+    node: fx.Node
+    op: str
+    axis: str
+    sent: int
+
+
+def calls(graph: Graph) -> Iterator[Call]:
+    """The collectives of a lowered graph, in order."""
     for node in graph.module.graph.nodes:
         target = node.target
         if not isinstance(target, torch._ops.OpOverload) or target.namespace != "_c10d_functional" or target is _WAIT:
             continue
         op = target._schema.name.partition("::")[2]
-        axis = str(node.args[-1]).rpartition(":")[2]
-        role = tag(node).role
+        yield Call(node, op, str(node.args[-1]).rpartition(":")[2], _sent(op, node))
+
+
+def _collectives(name: str, graph: Graph, times: int) -> Iterator[Collective]:
+    found: dict[tuple[str, str, Role], list[int]] = {}
+    for call in calls(graph):
+        role = tag(call.node).role
         assert role is not None
-        entry = found.setdefault((op, axis, role), [0, 0])
+        entry = found.setdefault((call.op, call.axis, role), [0, 0])
         entry[0] += times
-        entry[1] += times * _sent(op, node)
+        entry[1] += times * call.sent
     for (op, axis, role), (count, sent) in found.items():
         yield Collective(name, op, axis, role, count, sent)
 
