@@ -28,7 +28,7 @@ from autoshard.solve import Problem, Use, Value
 _WORK = 0.25  # bytes per floating-point operation that every rank repeats
 _TOUCHED = 1e-7  # bytes per byte that an op reads or writes on every rank alike: it decides between equals
 _TOUCHED_IN_SEQUENCE = 0.1  # the same where the plan asks for activations to be split too
-_HELD = 8.0  # bytes per byte of a parameter that every rank holds
+_HELD = 16.0  # bytes per byte of a parameter that every rank holds
 _WEIGHT_MOVED = 4.0  # times the bytes of a parameter that is gathered for use: it was split so as not to be
 _LATENCY = 0.5  # parts of an average parameter that could be sent while a collective starts
 _LATENCY_ON_DATA = 0.05  # the same on the data axis, where collectives of activations are few and small
@@ -342,6 +342,6 @@ class Layers:
         if path not in self._known:
             parts = path.split(".")
             ends = [".".join(parts[: i + 1]) for i in range(len(parts))]
-            folded = ["#" if p.isdigit() and end in self._holders else p for p, end in zip(parts, ends, strict=True)]
+            folded = [re.sub(r"\d+", "#", p) if end in self._holders else p for p, end in zip(parts, ends, strict=True)]
             self._known[path] = ".".join(folded)
         return self._known[path]

@@ -15,6 +15,7 @@ shapes. Batch tensors are sharded on dim 0 of the data axis, parameters, buffers
 from __future__ import annotations
 
 import operator
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, fx
@@ -25,6 +26,7 @@ from autoshard.ops import whole
 from autoshard.placement import REPLICATE, Partial, Placement, Replicate, Shard
 from autoshard.program import TAG, Graph, Kind, Placements, Port, Program, Role, Tag, tag
 from autoshard.retrace import clean, copied
+from autoshard.rules.table import CHEAP_VIEWS
 
 
 def redistribute(x: Tensor, axis: int, source: Placement, target: Placement) -> Tensor:
@@ -60,10 +62,24 @@ def _seed(port: Port, context: PassContext) -> Port:
     return port.at(context.replicate())
 
 
+@dataclass
+class _Made:
+    """The redistribute nodes so far, which consumers share, and the parameters among the graph's inputs."""
+
+    parameters: set[fx.Node]
+    nodes: dict[tuple[fx.Node, int, Placement], fx.Node] = field(default_factory=dict)
+
+    def is_weight(self, node: fx.Node) -> bool:
+        """Whether a node is a parameter, or a view of one."""
+        while node.target in CHEAP_VIEWS or node.target is redistribute:
+            node = node.all_input_nodes[0]
+        return node in self.parameters
+
+
 def _write(graph: Graph, inputs: tuple[Port, ...], choices: list[Choice], context: PassContext) -> tuple[Port, ...]:
     """Tag every node and insert a redistribute node, shared by its consumers, wherever placements differ."""
     nodes = list(graph.module.graph.nodes)
-    made: dict[tuple[fx.Node, int, Placement], fx.Node] = {}
+    made = _Made({n for n, p in zip(graph.placeholders(), inputs, strict=True) if p.kind is Kind.PARAMETER})
     for node in nodes:
         if node.op == "placeholder":
             ports = dict(zip(graph.placeholders(), inputs, strict=True))
@@ -109,7 +125,7 @@ def _leaving(port: Port, placement: Placement) -> Placement:
     return REPLICATE
 
 
-def _feed(node: fx.Node, choices: list[Choice], made: dict[tuple[fx.Node, int, Placement], fx.Node]) -> None:
+def _feed(node: fx.Node, choices: list[Choice], made: _Made) -> None:
     position = iter(range(1 << 30))
 
     def moved(source: fx.Node) -> fx.Node:
@@ -121,23 +137,19 @@ def _feed(node: fx.Node, choices: list[Choice], made: dict[tuple[fx.Node, int, P
     node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), moved)
 
 
-def _moved(
-    source: fx.Node, target: Placements, before: fx.Node, made: dict[tuple[fx.Node, int, Placement], fx.Node]
-) -> fx.Node:
+def _moved(source: fx.Node, target: Placements, before: fx.Node, made: _Made) -> fx.Node:
     """`source` as `target` says: first what ends whole, then what ends split, so that no dim is split twice between."""
     for axis in sorted(range(len(target)), key=lambda i: isinstance(target[i], Shard)):
         source = _moved_on(source, axis, target[axis], before, made)
     return source
 
 
-def _moved_on(
-    source: fx.Node, axis: int, target: Placement, before: fx.Node, made: dict[tuple[fx.Node, int, Placement], fx.Node]
-) -> fx.Node:
+def _moved_on(source: fx.Node, axis: int, target: Placement, before: fx.Node, made: _Made) -> fx.Node:
     placements: Placements = tag(source).placements[0]
     if placements[axis] == target:
         return source
     key = (source, axis, target)
-    if key not in made:
+    if key not in made.nodes:
         graph = source.graph
         with graph.inserting_before(before):
             node = graph.call_function(redistribute, (source, axis, placements[axis], target))  # type: ignore[arg-type]
@@ -146,10 +158,12 @@ def _moved_on(
         role: Role | None = Role.ACTIVATION_REDUCE if isinstance(placements[axis], Partial) else Role.ACTIVATION_GATHER
         if isinstance(placements[axis], Replicate):
             role = None
+        elif made.is_weight(source):
+            role = Role.PARAM_GATHER
         elif before.target is whole:
             role = Role.STATISTICS_GATHER
         node.meta[TAG] = Tag(
             tag(before).phase if TAG in before.meta else tag(source).phase, tag(source).module, role, (after,)
         )
-        made[key] = node
-    return made[key]
+        made.nodes[key] = node
+    return made.nodes[key]
