@@ -196,3 +196,15 @@ def narrowed(x: Tensor, block: Block) -> Tensor:
     for dim, (start, end) in enumerate(block):
         x = x.narrow(dim, start, end - start)
     return x
+
+
+def neutral(op: str, dtype: torch.dtype) -> float | int | bool:
+    """What changes nothing when it is joined with other values by `op`: "sum", "max" or "min"."""
+    if dtype == torch.bool:
+        return op == "min"
+    if op == "sum":
+        return 0
+    if dtype.is_floating_point:
+        return -math.inf if op == "max" else math.inf
+    info = torch.iinfo(dtype)
+    return info.min if op == "max" else info.max

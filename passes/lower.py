@@ -10,7 +10,6 @@ collective that performs it. Rank coordinates are inputs; all ranks have this on
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Mapping
 from typing import Any
@@ -47,16 +46,6 @@ def coordinate_ports(context: PassContext) -> tuple[Port, ...]:
 def local_shape(shape: tuple[int, ...], placements: Placements, context: PassContext) -> tuple[int, ...]:
     """What one rank holds of a tensor of global `shape`, padding counted."""
     return placement.local_shape(shape, placements, [axis.ranks for axis in context.axes])
-
-
-def _neutral_value(op: str, dtype: torch.dtype) -> float | int | bool:
-    """What changes nothing when it is joined with other values by `op`."""
-    if op == "sum" or dtype == torch.bool:
-        return op == "min" if dtype == torch.bool else 0
-    if dtype.is_floating_point:
-        return -math.inf if op == "max" else math.inf
-    info = torch.iinfo(dtype)
-    return info.min if op == "max" else info.max
 
 
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
@@ -165,7 +154,9 @@ class _Lowering:
             length = t.shape[dim]
             places = torch.arange(length, device=t.device) + coordinate * length
             inside = (places < size).view(-1, *[1] * (t.dim() - 1 - dim))
-            return torch.where(inside, t, torch.full((), _neutral_value(op, t.dtype), dtype=t.dtype, device=t.device))
+            return torch.where(
+                inside, t, torch.full((), placement.neutral(op, t.dtype), dtype=t.dtype, device=t.device)
+            )
 
         key = ("neutral", dim, size, axis, op)
         return self.writer.write(mask, [local, self.coordinates[axis]], tag(x).but(role=None), key)

@@ -184,7 +184,7 @@ def divides(size: int, shard: Shard, ranks: int) -> bool:
 
 
 def splits(size: int, shard: Shard, ranks: int) -> bool:
-    """Whether every rank gets some of a dim of `size`, the last ones less than the others where it does not divide."""
+    """Whether a dim of `size` can be split, with padding at its end where it does not divide."""
     return divides(size, shard, ranks) or (shard.outer == 1 and size > ranks)
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from autoshard.compat import pytree
-from autoshard.placement import PARTIAL, REPLICATE, Partial, Placement, Shard
+from autoshard.placement import PARTIAL, REPLICATE, Partial, Placement, Shard, local_shape, neutral, shard_length
 from autoshard.rules import Op, Row, Rule, divides, indexed_dim, make_op
 
 
@@ -45,8 +45,14 @@ class Call:
 
 
 def shards(x: Tensor, placement: Placement, ranks: int) -> list[Tensor]:
-    """What each rank holds of a whole tensor; random terms where it is a partial sum."""
+    """What each rank holds of a whole tensor; random terms where it is a partial sum, other values as padding."""
     if isinstance(placement, Shard):
+        size = x.shape[placement.dim]
+        if missing := shard_length(size, ranks) * ranks - size if placement.outer == 1 else 0:
+            junk = x.narrow(placement.dim, 0, 1).expand(
+                *x.shape[: placement.dim], missing, *x.shape[placement.dim + 1 :]
+            )
+            x = torch.cat([x, junk + 1 if x.dtype.is_floating_point else junk], placement.dim)
         split = x.unflatten(placement.dim, (placement.outer, ranks, -1))
         parts = (split.select(placement.dim + 1, r) for r in range(ranks))
         return [part.flatten(placement.dim, placement.dim + 1).contiguous() for part in parts]
@@ -82,12 +88,25 @@ _EXTREMES = {"max": torch.amax, "min": torch.amin}
 def _local_shape(x: Tensor | None, placement: Placement, ranks: int) -> tuple[int, ...] | None:
     if x is None or not isinstance(placement, Shard):
         return tuple(x.shape) if x is not None else None
-    return (*x.shape[: placement.dim], x.shape[placement.dim] // ranks, *x.shape[placement.dim + 1 :])
+    return local_shape(x.shape, [placement], [ranks])
+
+
+def _neutral(parts: list[Tensor], x: Tensor, placement: Placement, row: Row) -> list[Tensor]:
+    """Shards whose padding is neutral where an output joins what the ranks make of them."""
+    joined = [p for p in row.outputs if not isinstance(p, Shard)]
+    if not joined or not isinstance(placement, Shard) or placement.outer > 1:
+        return parts
+    op = next((p.op for p in joined if isinstance(p, Partial)), "sum")
+    length, size = parts[0].shape[placement.dim], x.shape[placement.dim]
+    for rank, part in enumerate(parts):
+        held = min(max(size - rank * length, 0), length)
+        part.narrow(placement.dim, held, length - held).fill_(neutral(op, part.dtype))
+    return parts
 
 
 def run_on_shards(op: Op, rule: Rule | None, row: Row, ranks: int) -> list[tuple[Any, ...]]:
     """What each rank's call returns, its arguments made local as the `lower` pass makes them."""
-    held = [shards(x, placement, ranks) for x, placement in zip(op.inputs, row.inputs, strict=True)]
+    held = [_neutral(shards(x, p, ranks), x, p, row) for x, p in zip(op.inputs, row.inputs, strict=True)]
     shapes = tuple(_local_shape(x, p, ranks) for x, p in zip(op.outputs, row.outputs, strict=True))
     split = _split_places(op, rule, row, ranks)
     results = []
@@ -122,7 +141,7 @@ def _split_places(op: Op, rule: Rule | None, row: Row, ranks: int) -> tuple[int,
     operand = (op.outputs if output else op.inputs)[index]
     if operand is None or (row.outputs if output else row.inputs)[index] != Shard(dim):
         return None
-    return operand.shape[dim] // ranks, operand.shape[dim]
+    return shard_length(operand.shape[dim], ranks), operand.shape[dim]
 
 
 def propose(target: Any, *args: Any, ranks: Sequence[int] = (2, 3), **kwargs: Any) -> list[Row]:
