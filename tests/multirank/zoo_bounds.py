@@ -14,6 +14,7 @@ BYTES_EXCEPTIONS: dict[str, str] = {}
 TRAFFIC_EXCEPTIONS: dict[str, str] = {
     "recurrent": "its weights are used at every time step of a loop: gathered again for uses that are far apart",
 }
+FEW_NUMBERS = 64  # bytes a micro-batch: a gather of a label or a count a sample can take the place of two reductions
 GATHER_EXCEPTIONS: dict[str, str] = {
     "contrastive": "every sample is scored against every other: each rank needs the whole batch's embeddings",
 }
@@ -65,8 +66,9 @@ def cost_complaints(combination: Combination, ranks: list[Measured]) -> list[str
     if combination.accumulate == 1 and sent > most_sent and name not in TRAFFIC_EXCEPTIONS:
         found.append(f"{sent} bytes sent for parameters and gradients on the data axis, {most_sent} allowed")
     gathers = zoo_run.collectives(cost, "data", Role.ACTIVATION_GATHER)
-    if gathers and name not in GATHER_EXCEPTIONS:
-        found.append(f"{gathers} activations are gathered on the data axis")
+    gathered = sum(c.sent for c in cost.collectives if c.axis == "data" and c.role is Role.ACTIVATION_GATHER)
+    if gathered > FEW_NUMBERS * combination.accumulate and name not in GATHER_EXCEPTIONS:
+        found.append(f"{gathers} activations are gathered on the data axis, {gathered} bytes")
     return found
 
 
