@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 from autoshard import collectives
 from autoshard.manager import PassContext
 from autoshard.ops import whole
-from autoshard.placement import REPLICATE, Placement, Replicate, Shard, fits, shard_length
+from autoshard.placement import PARTIAL, REPLICATE, Placement, Replicate, Shard, fits, shard_length
 from autoshard.program import TAG, Graph, Kind, Port, tag
 from autoshard.rules import Row, divides, rule_of, splits
 from autoshard.rules.options import Options, source_of, tensor_inputs
@@ -287,8 +287,12 @@ class _Solved:
             parameter = by_name.get(port.name) if port.kind is Kind.GRADIENT else None
             if parameter is not None and self.a.axis != self.a.context.data:
                 use(value, self.number[self.key_of[parameter]], self._arrivals(parameter))
-            elif parameter is None:
-                may_leave: list[Placement] = [REPLICATE, Shard(0)] if port.kind is Kind.RESULT else [REPLICATE]
+            else:
+                may_leave: list[Placement] = [REPLICATE]
+                if parameter is not None:  # as it comes: the zero pass reduces it
+                    may_leave.append(PARTIAL)
+                elif port.kind is Kind.RESULT:
+                    may_leave.append(Shard(0))
                 use(value, self.problem.node([0.0] * len(may_leave)), may_leave)
         for (key, index), found in uses.items():
             maker = makers[key, index]
