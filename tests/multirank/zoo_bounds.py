@@ -81,8 +81,8 @@ def _flops_complaints(combination: Combination, ranks: list[Measured]) -> list[s
     excepted = {*FLOPS_EXCEPTIONS, *(TENSOR_FLOPS_EXCEPTIONS if combination.tensor > 1 else ())}
     if most > bound * share and combination.name not in excepted:
         found.append(f"{most} FLOPs per rank, {most / share:.3f} of its share {share:.0f} (bound {bound})")
-    # A product whose result is not used is not run. Of a convolution in groups torch counts the gradient as if there were
-    # one group, squared in the channels: with its groups split it counts less than a share.
+    # A product whose result is not used is not run. Of a convolution in groups torch counts the gradient as if there
+    # were one group, squared in the channels: with its groups split it counts less than a share.
     if most < 0.85 * share and combination.tensor == 1:
         found.append(f"{most} FLOPs per rank, {most / share:.3f} of its share {share:.0f}: some are not counted")
     return found
