@@ -36,15 +36,6 @@ class Axis:
     emulate_reduce_scatter: bool = False
 
 
-def local_shape(shape: tuple[int, ...], placement: Placement, ranks: int) -> tuple[int, ...]:
-    """The shape that one rank holds, padding counted."""
-    if not isinstance(placement, Shard):
-        return tuple(shape)
-    size = shape[placement.dim]
-    length = placement.outer * shard_length(size // placement.outer, ranks)
-    return (*shape[: placement.dim], length, *shape[placement.dim + 1 :])
-
-
 def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
     if x.is_complex():  # backends know real numbers only
         return torch.view_as_complex(all_reduce(torch.view_as_real(x), axis, op))

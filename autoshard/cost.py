@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils.flop_counter import flop_registry
 
+from autoshard import assign
 from autoshard.manager import PassContext
 from autoshard.passes.update import slot_placements
 from autoshard.passes.zero import at_rest
@@ -108,13 +108,7 @@ def cost(step: Step, training: Training) -> Cost:
 
 def flops(graph: Graph) -> int:
     """FLOPs of a graph's matrix products, convolutions and attention at the shapes that it has."""
-    total = 0
-    for node in graph.module.graph.nodes:
-        count = flop_registry.get(getattr(node.target, "overloadpacket", None))
-        if count is not None:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-            total += int(count(*args, **kwargs, out_val=node.meta["val"]))
-    return total
+    return sum(assign.flops(node) for node in graph.module.graph.nodes)
 
 
 def _at_rest(step: Step, training: Training) -> dict[str, int]:

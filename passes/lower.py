@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autoshard import collectives, placement
+from autoshard import collectives, moves, placement
 from autoshard.compat import pytree
 from autoshard.errors import VerifyError
 from autoshard.fragments import Writer
@@ -45,7 +45,7 @@ def coordinate_ports(context: PassContext) -> tuple[Port, ...]:
 
 def local_shape(shape: tuple[int, ...], placements: Placements, context: PassContext) -> tuple[int, ...]:
     """What one rank holds of a tensor of global `shape`, padding counted."""
-    return placement.local_shape(shape, placements, [axis.ranks for axis in context.axes])
+    return placement.local_shape(shape, placements, context.ranks)
 
 
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
@@ -135,7 +135,7 @@ class _Lowering:
                 continue
             if op == "sum" and self._is_zero_padded(x, axis):
                 continue
-            key = (x, axis, op)
+            key = (local, axis, op)  # of what other axes have made neutral already
             if key not in self.masked:
                 self.masked[key] = self._masked(local, p.dim, value.shape[p.dim], axis, op, x)
             local = self.masked[key]
@@ -170,10 +170,11 @@ class _Lowering:
         source, axis, before, after = arguments
         placements = tag(source).placements[0]
         size = local_shape(tuple(n.meta["val"].shape), self._with(placements, axis, REPLICATE), self.context)
-        before, after = (self._seen_locally(self._with(placements, axis, p), axis) for p in (before, after))
+        axes = self.context.axes
+        before, after = (moves.within(self._with(placements, axis, p), axes, axis) for p in (before, after))
 
         def change(x: Tensor, coordinate: Tensor) -> Tensor:
-            return collectives.redistribute(x, self.context.axes[axis], before, after, size, coordinate)
+            return collectives.redistribute(x, axes[axis], before, after, size, coordinate)
 
         key = ("redistribute", axis, before, after, size)
         return self.writer.write(change, [x, self.coordinates[axis]], tag(n), key)
@@ -181,13 +182,6 @@ class _Lowering:
     @staticmethod
     def _with(placements: Placements, axis: int, own: Placement) -> Placements:
         return tuple(own if i == axis else p for i, p in enumerate(placements))
-
-    def _seen_locally(self, placements: Placements, axis: int) -> Placement:
-        """The placement on `axis` in a tensor that the other axes have split already."""
-        own = placements[axis]
-        if not isinstance(own, Shard):
-            return own
-        return Shard(own.dim, placement.local_outer(placements, [a.ranks for a in self.context.axes], axis))
 
     def _uniform(self, n: fx.Node, args: Any) -> tuple[Any, ...]:
         sharded = [(i, p) for i, p in enumerate(tag(n).placements[0]) if isinstance(p, Shard)]

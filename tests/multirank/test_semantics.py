@@ -560,12 +560,7 @@ def _losses_with_replicated() -> list[float]:
     step = autoshard.parallelize(
         combination.case.model(), combination.plan(), loss=_masked_by_a_replicated_table, optimizer=zoo_run.ADAMW
     )
-    state = step.init(batches[0])
-    losses = []
-    for batch in batches:
-        state, metrics = step(state, batch)
-        losses.append(float(metrics["loss"]))
-    return losses
+    return zoo_run.train(step, batches)[1]
 
 
 def test_replicated_tensors_numbers_and_strings_in_a_batch_are_the_same_everywhere() -> None:
@@ -615,11 +610,7 @@ def _distilled() -> tuple[list[float], list[str], bool, str]:
         frozen={"teacher": teacher},
     )
     batches = combination.slices(dist.get_rank())
-    state = step.init(batches[0])
-    losses = []
-    for batch in batches:
-        state, metrics = step(state, batch)
-        losses.append(float(metrics["loss"]))
+    state, losses = zoo_run.train(step, batches)
     wanted = {f"teacher.{n}": p for n, p in _teacher().named_parameters()}
     kept = all(torch.equal(state.full(n), p) for n, p in wanted.items())
     return losses, list(state.optimizer), kept, str(step.explain())
@@ -725,12 +716,7 @@ def _dropout_losses(stage: int) -> list[float]:
     micro = [case.batch(4, torch.Generator().manual_seed(k)) for k in range(2)]
     parts = [reference.rank_slice(m, dist.get_rank(), ranks) for m in micro]
     batch = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
-    state = step.init(batch)
-    losses = []
-    for _ in range(3):
-        state, metrics = step(state, batch)
-        losses.append(float(metrics["loss"]))
-    return losses
+    return zoo_run.train(step, [batch] * 3)[1]
 
 
 def test_dropout_is_the_same_function_of_seed_step_and_position_on_every_mesh() -> None:

@@ -158,11 +158,7 @@ def _long() -> tuple[list[float], dict[str, Tensor], tuple[str, ...]]:
     plan = Plan(mesh=Mesh(data=2, tensor=2), zero=1, backend="debug", device="cpu", check_replicas=50)
     step = autoshard.parallelize(_small_llama(), plan, loss=zoo._pair_loss, optimizer=SGD)
     mine = [reference.rank_slice(batch, step.runtime.data_coordinate, 2) for batch in _long_batches()]
-    state = step.init(mine[0])
-    losses = []
-    for number in range(LONG):
-        state, metrics = step(state, mine[number % len(mine)])
-        losses.append(float(metrics["loss"]))
+    state, losses = zoo_run.train(step, (mine[number % len(mine)] for number in range(LONG)))
     whole = {name: state.full(name) for name in state.params}
     return losses, whole, zoo_run.disagreements(whole)
 
@@ -192,12 +188,7 @@ def _dropout(data: int, tensor: int) -> list[float]:
     plan = Plan(mesh=Mesh(data=data, tensor=tensor), zero=1, backend="debug", device="cpu")
     step = autoshard.parallelize(model, plan, loss=case.loss, optimizer=SGD)
     mine = [reference.rank_slice(b, step.runtime.data_coordinate, data) for b in case.batches(2)]
-    state = step.init(mine[0])
-    losses = []
-    for batch in mine:
-        state, metrics = step(state, batch)
-        losses.append(float(metrics["loss"]))
-    return losses
+    return zoo_run.train(step, mine)[1]
 
 
 def test_dropout_drops_the_same_elements_on_every_mesh() -> None:

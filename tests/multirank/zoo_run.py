@@ -10,7 +10,7 @@ import functools
 import hashlib
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -19,8 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autoshard.api import Step
 from autoshard.cost import Cost
 from autoshard.program import Role
+from autoshard.state import State
 from tests import reference
 from tests.zoo import ModelCase, find_case
 
@@ -149,6 +151,16 @@ class Measured:
     at_rest: int
     cost: Cost
     seconds: tuple[float, float]
+
+
+def train(step: Step, batches: Iterable[Any]) -> tuple[State, list[float]]:
+    """A state after a step on each of this rank's batches, and their losses."""
+    batches = list(batches)
+    state, losses = step.init(batches[0]), []
+    for batch in batches:
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return state, losses
 
 
 def run_case(combination: Combination) -> Measured:
