@@ -66,7 +66,7 @@ class Problem:
         model = _Model()
         options = [[model.variable(cost, whole=len(costs) > 1) for cost in costs] for costs in self.costs]
         for row in options:
-            model.constrain(dict.fromkeys(row, 1.0), 1.0, 1.0)
+            model.constrain(dict.fromkeys(row, 1.0), 1.0)
         for value in self.values:
             _add(model, options, value)
         found = model.solve(gap)
@@ -80,40 +80,49 @@ class _Model:
         self.rows: list[int] = []
         self.columns: list[int] = []
         self.entries: list[float] = []
-        self.low: list[float] = []
-        self.high: list[float] = []
+        self.right: list[float] = []
+        self.at_least: list[bool] = []  # whether a row may exceed its right side
 
     def variable(self, cost: float, *, whole: bool = False) -> int:
         self.cost.append(cost)
         self.whole.append(whole)
         return len(self.cost) - 1
 
-    def constrain(self, terms: Mapping[int, float], low: float, high: float) -> None:
+    def constrain(self, terms: Mapping[int, float], right: float, *, at_least: bool = False) -> None:
         for variable, factor in terms.items():
-            self.rows.append(len(self.low))
+            self.rows.append(len(self.right))
             self.columns.append(variable)
             self.entries.append(factor)
-        self.low.append(low)
-        self.high.append(high)
+        self.right.append(right)
+        self.at_least.append(at_least)
 
     def solve(self, gap: float) -> np.ndarray:
-        shape = (len(self.low), len(self.cost))
+        shape = (len(self.right), len(self.cost))
         matrix = sparse.csr_array((self.entries, (self.rows, self.columns)), shape=shape)
         costs = np.array(self.cost)
         costs *= 1e6 / max(float(costs.max(initial=0.0)), 1e-6)
-        for integrality in (np.zeros(len(costs)), np.array(self.whole, dtype=int)):
+        right, more = np.array(self.right), np.array(self.at_least)
+        # Without whole numbers first: most answers are whole by themselves, and the dual simplex finds them fastest.
+        result = optimize.linprog(
+            costs,
+            A_eq=matrix[~more],
+            b_eq=right[~more],
+            A_ub=-matrix[more] if more.any() else None,
+            b_ub=-right[more] if more.any() else None,
+            bounds=(0, 1),
+            method="highs-ds",
+        )
+        if result.x is None or np.abs(result.x - result.x.round())[self.whole].max(initial=0.0) > 1e-6:
             result = optimize.milp(
                 costs,
-                integrality=integrality,
+                integrality=np.array(self.whole, dtype=int),
                 bounds=optimize.Bounds(0, 1),
-                constraints=optimize.LinearConstraint(matrix, self.low, self.high),
+                constraints=optimize.LinearConstraint(matrix, right, np.where(more, np.inf, right)),
                 options={"mip_rel_gap": gap},
             )
-            if result.x is None:
-                raise VerifyError(f"place: no choice of placements is valid ({result.message})")
-            if np.abs(result.x - result.x.round())[self.whole].max(initial=0.0) < 1e-6:
-                break
-        return result.x
+        if result.x is None:
+            raise VerifyError(f"place: no choice of placements is valid ({result.message})")
+        return np.asarray(result.x)
 
 
 def _add(model: _Model, options: list[list[int]], value: Value) -> None:
@@ -138,15 +147,15 @@ def _add(model: _Model, options: list[list[int]], value: Value) -> None:
                     taken[pair] = model.variable(0.0)
                     if pair not in shared:
                         shared[pair] = model.variable(cost)
-                    model.constrain({shared[pair]: 1.0, taken[pair]: -1.0}, 0.0, math.inf)
+                    model.constrain({shared[pair]: 1.0, taken[pair]: -1.0}, 0.0, at_least=True)
                 else:
                     taken[pair] = model.variable(cost)
         for place, makers in made.items():
             leaving = {moved: 1.0 for pair, moved in taken.items() if pair[0] == place}
-            model.constrain({**leaving, **dict.fromkeys(makers, -1.0)}, 0.0, 0.0)
+            model.constrain({**leaving, **dict.fromkeys(makers, -1.0)}, 0.0)
         for place, wanting in wanted.items():
             arriving = {moved: 1.0 for pair, moved in taken.items() if pair[1] == place}
-            model.constrain({**arriving, **dict.fromkeys(wanting, -1.0)}, 0.0, 0.0)
+            model.constrain({**arriving, **dict.fromkeys(wanting, -1.0)}, 0.0)
 
 
 def _by_place(options: Sequence[int], places: Sequence[int]) -> dict[int, list[int]]:

@@ -210,7 +210,8 @@ class _Rewrite:
                     reduced = value.graph.call_function(redistribute, (value, self.axis, now, target))
                 reduced.meta["val"] = value.meta["val"]
                 placements = self._with(port.placements, target)
-                role = Role.GRAD_REDUCE if isinstance(now, Partial) else None
+                # A gradient of work that is not over the batch may come split: bringing it to rest is a collective too.
+                role = None if isinstance(now, Replicate) else Role.GRAD_REDUCE
                 reduced.meta[TAG] = tag(value).but(
                     role=role, placements=(placements,), rule="", phase=Phase.WEIGHT_GRADIENT
                 )

@@ -71,7 +71,13 @@ def _case(combination: Combination) -> Any:
     return pytest.param(combination, id=str(combination), marks=marks)
 
 
-@pytest.mark.parametrize("combination", list(map(_case, [*combinations(), *tensor_combinations()])))
+def _by_model() -> list[Combination]:
+    """All combinations, those of one model together: its ranks trace it once."""
+    order = {name: i for i, name in enumerate(CASES)}
+    return sorted([*combinations(), *tensor_combinations()], key=lambda c: (order[c.name], c.ranks))
+
+
+@pytest.mark.parametrize("combination", list(map(_case, _by_model())))
 def test_a_model_under_a_stage_computes_what_one_device_computes_and_costs_its_share(combination: Combination) -> None:
     ranks = measured(combination)
     errors = zoo_run.compare(combination, ranks)

@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autoshard.api import Step
+from autoshard.capture import Captured, capture_training
 from autoshard.cost import Cost
 from autoshard.program import Role
 from autoshard.state import State
@@ -163,12 +165,31 @@ def train(step: Step, batches: Iterable[Any]) -> tuple[State, list[float]]:
     return state, losses
 
 
+_captures: dict[object, Captured] = {}  # of this process, the latest alone
+
+
+@contextlib.contextmanager
+def _captured_once(combination: Combination) -> Iterator[None]:
+    """A rank traces a model once for combinations in a row: the captured graph knows no stage and no mesh."""
+    key = combination.case.name, combination.case.casts_to_float32, combination.accumulate
+
+    def kept(*args: Any, **kwargs: Any) -> Captured:
+        if key not in _captures:
+            _captures.clear()
+            _captures[key] = capture_training(*args, **kwargs)
+        return _captures[key]
+
+    with mock.patch("autoshard.api.capture_training", kept):
+        yield
+
+
 def run_case(combination: Combination) -> Measured:
     """Train one model of the zoo on this rank. Call it on every rank."""
     step = combination.parallelize()
     batches = combination.slices(step.runtime.data_coordinate)
     started = time.monotonic()
-    state = step.init(batches[0])
+    with _captured_once(combination):
+        state = step.init(batches[0])
     ready = time.monotonic()
     _, sharded = step.gradients(state, batches[0])
     gradients = {name: gradient.full_tensor() for name, gradient in sharded.items()}
