@@ -25,6 +25,7 @@ from autoshard.errors import AutoshardError, BatchError
 from autoshard.locate import Difference, OneDevice
 from autoshard.loss import Objective, as_objective
 from autoshard.plan import Plan
+from autoshard.program import Graph, tag
 from autoshard.randomness import uniform_op
 from autoshard.state import State
 
@@ -125,11 +126,13 @@ def verify(
         steps: optimizer steps, each on the same batch. It stops at the first step that differs.
 
     Compared are the initial values, and at every step the loss, every gradient before clipping, and every updated
-    parameter and buffer, norm-wise, to `TOLERANCE` of the reference's dtype. Where they differ, every pass's program
-    is run on the same values, and `Report.first` names the first pass and node whose values changed.
+    parameter and buffer, norm-wise, to `TOLERANCE` of the reference's dtype, or of a shorter one that the model itself
+    rounds to on the way, which a note then says. Where they differ, every pass's program is run on the same values,
+    and `Report.first` names the first pass and node whose values changed.
 
     Raises:
         AutoshardError: the arguments cannot work together.
+        DivergenceError: the global batch differs between ranks.
     """
     if steps < 1:
         raise AutoshardError(f"verify: steps is {steps}; valid: an integer >= 1")
@@ -141,9 +144,23 @@ def verify(
     given = copy.deepcopy(model) if isinstance(model, nn.Module) else model
     step = parallelize(given, plan, loss=loss, optimizer=optimizer)
     runtime, accumulate = step.runtime, step.plan.accumulate
+    runtime.agree(_told(global_batch), _SAME_BATCH)
     local = local_batch(global_batch, runtime.data_coordinate, runtime.data_ranks, accumulate)
     state = step.init(local, keep_model=True)
     return _Verification(step, _reference_module(model, step), global_batch, local).run(state, steps)
+
+
+_TENSOR = "the global batch's tensor "
+_SAME_BATCH = {
+    _TENSOR: "verify takes the whole global batch, the same on every rank, and gives each rank its slice of it"
+}
+
+
+def _told(global_batch: Any) -> str:
+    """Every tensor of a batch by its content."""
+    paths = [leaf.path for leaf in batches.describe(global_batch).leaves if leaf.shape is not None]
+    found = zip(paths, batches.tensors(global_batch), strict=True)
+    return "\n".join(f"{_TENSOR}{path} {list(t.shape)} with the digest {batches.digest(t)}" for path, t in found)
 
 
 def local_batch(global_batch: Any, rank: int, ranks: int, accumulate: int) -> Any:
@@ -214,6 +231,9 @@ class _Verification:
         canonical = self.training.snapshots["canonicalize"].graphs["micro"]
         self.random = any(node.target is uniform_op for node in canonical.module.graph.nodes)
         self.optimizer = self._optimizer()
+        self.rounding = _coarsest_rounding(self.training.captured.graph)
+        least = 0.0 if self.rounding is None else TOLERANCE.get(self.rounding[1], 0.0)
+        self.tolerance = {dtype: max(bound, least) for dtype, bound in TOLERANCE.items()}
         self.rows: list[Row] = []
 
     def run(self, state: State, steps: int) -> Report:
@@ -318,7 +338,8 @@ class _Verification:
     # ---------------------------------------------------------------- comparing
 
     def _compare(self, step: int, kind: str, name: str, ours: Tensor, theirs: Tensor, floor: float = 0.0) -> None:
-        tolerance = TOLERANCE.get(theirs.dtype if kind != "loss" else ours.dtype, 0.0)
+        table = TOLERANCE if kind == "initial" else self.tolerance
+        tolerance = table.get(theirs.dtype if kind != "loss" else ours.dtype, 0.0)
         self.rows.append(Row(step, kind, name, locate.relative_error(ours, theirs, floor), tolerance))
 
     def _everywhere(self, ok: bool) -> bool:
@@ -334,7 +355,7 @@ class _Verification:
         updated = {name: p.detach() for name, p in {**self.names.parameters(), **self.names.buffers()}.items()}
         wrong = {row.name: updated[row.name] for row in self.rows if not row.ok and row.kind in ("parameter", "buffer")}
         upstream = any(not row.ok and row.kind in ("loss", "gradient") for row in self.rows)
-        finder = locate.Finder(self.step, self.training, one, before, self.local, TOLERANCE, self._everywhere)
+        finder = locate.Finder(self.step, self.training, one, before, self.local, self.tolerance, self._everywhere)
         return finder.find(eager, wrong, gradients_differ=upstream)
 
     def _notes(self) -> tuple[str, ...]:
@@ -343,6 +364,13 @@ class _Verification:
             notes.append(
                 "the model draws random numbers, which the plan makes by a counter and eager PyTorch by a generator; "
                 "the reference is our own capture, run on one device, so the capture itself is not compared"
+            )
+        if self.rounding is not None:
+            module, dtype = self.rounding
+            short = str(dtype).removeprefix("torch.")
+            notes.append(
+                f"{module or 'the loss'} rounds to {short}, which turns a reordered sum upstream into a difference of "
+                f"{short}'s last digit: all is compared to {short}'s bound"
             )
         if self.optimizer is None:
             notes.append("without an optimizer no parameter or buffer is updated, so none is compared")
@@ -360,6 +388,21 @@ def _weighted(objective: Objective, counts: Sequence[Any], micro_batches: int) -
         else:
             parts.append(mean.total / (mean.count * micro_batches))
     return torch.stack(parts).sum()
+
+
+def _coarsest_rounding(graph: Graph) -> tuple[str, torch.dtype] | None:
+    """The module that rounds floating-point values to the shortest dtype, and that dtype; None where none rounds."""
+    found: tuple[str, torch.dtype] | None = None
+    for node in graph.module.graph.nodes:
+        value = node.meta.get("val")
+        if node.op != "call_function" or not isinstance(value, Tensor) or not value.is_floating_point():
+            continue
+        given = [n.meta.get("val") for n in node.all_input_nodes]
+        eps = torch.finfo(value.dtype).eps
+        longer = any(isinstance(t, Tensor) and t.is_floating_point() and torch.finfo(t.dtype).eps < eps for t in given)
+        if longer and (found is None or eps > torch.finfo(found[1]).eps):
+            found = tag(node).module, value.dtype
+    return found
 
 
 def _norm(tensors: Sequence[Tensor]) -> float:

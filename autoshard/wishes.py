@@ -32,8 +32,8 @@ def parameter_wishes(rules: tuple[tuple[str, Rule], ...], modules: Modules, rank
     """Placements on a tensor axis of `ranks`, by the parameters' first names; what no rule takes is absent.
 
     Raises:
-        PlanError: a pattern takes no parameter, a dim does not exist, a style has no meaning for a module, or two rules
-            want a tied parameter differently.
+        PlanError: a pattern takes no parameter, or none that earlier ones leave, a dim does not exist, a style has no
+            meaning for a module, or two rules want a tied parameter differently.
     """
     held = list(_held(modules))
     wishes: dict[str, Placement] = {}
@@ -42,9 +42,14 @@ def parameter_wishes(rules: tuple[tuple[str, Rule], ...], modules: Modules, rank
         matched = [h for h in held if fnmatch.fnmatchcase(h.name, pattern) or fnmatch.fnmatchcase(h.path, pattern)]
         if not matched:
             raise PlanError(_nothing(pattern, held, modules))
-        for h in matched:
-            if h.name in taken:
-                continue
+        free = [h for h in matched if h.name not in taken]
+        if not free:
+            before = taken[matched[0].name]
+            raise PlanError(
+                f"Plan.rules[{pattern!r}] is never used: the first pattern that matches counts, and {before!r} comes "
+                f"before it and takes {matched[0].name}; valid: the narrower pattern first"
+            )
+        for h in free:
             taken[h.name] = pattern
             wish = _wish(pattern, rule, h, ranks)
             if wishes.setdefault(h.first, wish) != wish:

@@ -30,7 +30,7 @@ from autoshard.compile import compile_graph
 from autoshard.program import TAG, Graph, Kind, Program, tag
 from autoshard.rules import Labels, Rule
 from autoshard.rules.table import TABLE
-from tests.multirank.runner import run_ranks
+from tests.multirank.runner import run_outcomes, run_ranks
 
 aten = torch.ops.aten
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
@@ -89,6 +89,40 @@ def test_verify_leaves_the_model_as_it_was() -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     autoshard.verify(model, Plan(backend="debug", device="cpu"), _batch(), loss=_loss, optimizer=ADAMW)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+class _Rounding(nn.Sequential):
+    """A float64 model with a float32 result."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).float()
+
+
+def _rounding_model() -> nn.Module:
+    torch.manual_seed(0)
+    return _Rounding(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+
+
+def test_what_a_model_rounds_to_by_itself_is_the_bound_and_the_report_says_so() -> None:
+    report = run_ranks(functools.partial(_verify, _rounding_model), 2)[0]
+    assert report.ok, report
+    assert {row.kind: row.tolerance for row in report.rows} == {
+        "initial": 1e-8, "loss": 1e-3, "gradient": 1e-3, "parameter": 1e-3
+    }  # fmt: skip
+    assert "rounds to float32" in report.notes[0]
+    assert run_ranks(_verify, 2)[0].notes == ()
+
+
+def _verify_own_slice() -> Report:
+    plan = Plan(mesh=Mesh(data=-1), backend="debug", device="cpu")
+    mine = local_batch(_batch(), int(os.environ["RANK"]), 2, 1)
+    return autoshard.verify(_model(), plan, mine, loss=_loss)
+
+
+def test_a_rank_s_slice_in_the_place_of_the_global_batch_is_refused() -> None:
+    for outcome in run_outcomes(_verify_own_slice, 2):
+        assert outcome.kind[0] == "DivergenceError"
+        assert re.search(r"global batch's tensor.*verify takes the whole global batch", outcome.message)
 
 
 def test_the_slices_of_the_ranks_make_up_the_global_micro_batches() -> None:

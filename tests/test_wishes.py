@@ -85,6 +85,7 @@ def test_a_tied_parameter_may_be_named_by_any_of_its_names() -> None:
         ({"*.q.bias": 1}, ["'*.q.bias'", "blocks.0.q.bias", "[6]", "no dim 1", "0 to 0"]),
         ({"*.norm": "column"}, ["'column'", "blocks.0.norm", "LayerNorm", "Shard(dim)"]),
         ({"*.q": "vocab"}, ["'vocab'", "blocks.0.q", "Linear"]),
+        ({"*.q": "column", "blocks.0.q.weight": 1}, ["'blocks.0.q.weight'", "never used", "'*.q'", "narrower"]),
         ({"*.fused.weight": Shard(1, 5)}, ["blocks.0.fused.weight", "12 elements", "5 parts over 2 ranks"]),
     ],
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 import autoshard
 from autoshard import Mean, Mesh, Plan
+from autoshard.program import Role
 from tests import reference, zoo
 from tests.multirank import zoo_run
 from tests.multirank.runner import run_ranks
@@ -59,14 +61,14 @@ class ThreeHeads(nn.Module):
         return self.head(x + self.out(mixed.transpose(1, 2).flatten(2)))
 
 
-def _model(kind: type[nn.Module]) -> nn.Module:
+def _model(kind: Build) -> nn.Module:
     torch.manual_seed(0)
     return kind().double()
 
 
-def _batches(count: int, rows: int = 4) -> list[Any]:
+def _batches(rows: int, length: int) -> list[Any]:
     generator = torch.Generator().manual_seed(5)
-    return [zoo._pair_batch(rows, generator, 6, VOCABULARY) for _ in range(count)]
+    return [zoo._pair_batch(rows, generator, length, VOCABULARY) for _ in range(2)]
 
 
 def _token_mean(model: nn.Module, batch: Any) -> Mean:
@@ -76,14 +78,30 @@ def _token_mean(model: nn.Module, batch: Any) -> Mean:
     return Mean((losses * kept.flatten()).sum(), kept.sum())
 
 
-Case = tuple[type[nn.Module], Any, Any, dict[str, Any], int]  # model, loss, optimizer, fields of the plan, rows
+Case = tuple[Build, Any, Any, dict[str, Any], tuple[int, int]]  # model, loss, optimizer, fields of the plan, batch
 
 
-def _trained(case: Case) -> tuple[list[float], list[float], dict[str, Tensor], tuple[str, ...], dict[str, str]]:
-    kind, loss, optimizer, fields, rows = case
+@dataclass(frozen=True)
+class Trained:
+    """Two steps on one rank. `whole` are the parameters, `placed` how they lie, `disagree` which ranks have unlike.
+
+    Args:
+        activations: bytes sent for activations on the tensor axis in a step, by kind of collective.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    whole: dict[str, Tensor]
+    disagree: tuple[str, ...]
+    placed: dict[str, str]
+    activations: dict[str, int]
+
+
+def _trained(case: Case) -> Trained:
+    kind, loss, optimizer, fields, size = case
     plan = Plan(backend="debug", device="cpu", **fields)
     step = autoshard.parallelize(_model(kind), plan, loss=loss, optimizer=optimizer)
-    mine = [reference.rank_slice(b, step.runtime.data_coordinate, plan.mesh.data) for b in _batches(2, rows)]
+    mine = [reference.rank_slice(b, step.runtime.data_coordinate, plan.mesh.data) for b in _batches(*size)]
     state = step.init(mine[0])
     losses, norms = [], []
     for batch in mine:
@@ -92,28 +110,33 @@ def _trained(case: Case) -> tuple[list[float], list[float], dict[str, Tensor], t
         norms.append(float(metrics["grad_norm"]))
     whole = {name: state.full(name) for name in state.params}
     placed = {name: str(p.placements) for name, p in state.params.items()}
-    return losses, norms, whole, zoo_run.disagreements(whole), placed
+    roles = (Role.ACTIVATION_GATHER, Role.ACTIVATION_REDUCE)
+    sent = [c for c in step.cost().collectives if c.axis == "tensor" and c.role in roles]
+    return Trained(
+        losses, norms, whole, zoo_run.disagreements(whole), placed, {c.op: c.sent for c in sent if c.graph == "micro"}
+    )
 
 
-def _check(kind: type[nn.Module], loss: Any, optimizer: Any, rows: int = 4, **fields: Any) -> dict[str, str]:
-    """As one device, on every rank; returns the placements."""
+def _check(kind: Build, loss: Any, optimizer: Any, rows: int = 4, length: int = 6, **fields: Any) -> Trained:
+    """As one device, on every rank; returns what rank 0 saw."""
     mesh = fields["mesh"]
     recipe = reference.Recipe(mesh.data, fields.get("accumulate", 1), fields.get("clip_norm"), optimizer)
-    trace = reference.train(_model(kind), _batches(2, rows), recipe, loss)
-    found = run_ranks(_trained, mesh.data * mesh.tensor, (kind, loss, optimizer, fields, rows))
-    for losses, norms, whole, different, _ in found:
-        assert not different
-        assert losses == pytest.approx([float(x) for x in trace.losses], rel=1e-9)
-        assert norms == pytest.approx([float(x) for x in trace.grad_norms], rel=1e-9)
-        assert reference.worst(whole, trace.parameters)[0] < 1e-9
-    return found[0][4]
+    trace = reference.train(_model(kind), _batches(rows, length), recipe, loss)
+    found = run_ranks(_trained, mesh.data * mesh.tensor, (kind, loss, optimizer, fields, (rows, length)))
+    for seen in found:
+        assert not seen.disagree
+        assert seen.losses == pytest.approx([float(x) for x in trace.losses], rel=1e-9)
+        assert seen.norms == pytest.approx([float(x) for x in trace.grad_norms], rel=1e-9)
+        assert reference.worst(seen.whole, trace.parameters)[0] < 1e-9
+    first: Trained = found[0]
+    return first
 
 
 @pytest.mark.parametrize("tensor", [2, 4])
 def test_an_uneven_vocabulary_and_hidden_width_are_exact(tensor: int) -> None:
     rules = {"up": "column", "down.weight": "row", "head": "column", "embed": "vocab"}
     fields: dict[str, Any] = {"mesh": Mesh(data=1, tensor=tensor), "rules": rules, "clip_norm": 0.5}
-    placed = _check(Uneven, zoo._pair_loss, SGD, **fields)
+    placed = _check(Uneven, zoo._pair_loss, SGD, **fields).placed
     assert placed["up.weight"] == placed["head.weight"] == placed["embed.weight"] == "(Shard(dim=0),)"
     assert placed["down.weight"] == "(Shard(dim=1),)"
 
@@ -121,16 +144,20 @@ def test_an_uneven_vocabulary_and_hidden_width_are_exact(tensor: int) -> None:
 _HEADS_SPLIT = {"query": "column", "key": "column", "value": "column", "out.weight": "row"}
 
 
-@pytest.mark.parametrize(
-    "rules",
-    [
-        {},
-        _HEADS_SPLIT,
-    ],
-    ids=["chosen", "wished"],
-)
+@pytest.mark.parametrize("rules", [{}, _HEADS_SPLIT], ids=["chosen", "wished"])
 def test_three_heads_on_two_ranks_are_exact(rules: dict[str, str]) -> None:
     _check(ThreeHeads, zoo._pair_loss, SGD, mesh=Mesh(data=1, tensor=2), rules=rules)
+
+
+def test_activations_split_along_the_sequence_are_exact_and_sent_as_shards() -> None:
+    llama = functools.partial(zoo.Llama, vocab=VOCABULARY, dim=32, layers=2, heads=4, length=32)
+    found = []
+    for plan in ({}, {"tensor": autoshard.Tensor(sequence=True)}):
+        fields: dict[str, Any] = {"mesh": Mesh(data=1, tensor=2), **plan}
+        found.append(_check(llama, zoo._pair_loss, SGD, length=32, **fields).activations)
+    whole, split = found
+    assert split["all_reduce"] < whole["all_reduce"] / 2
+    assert split["all_gather_into_tensor"] > whole.get("all_gather_into_tensor", 0)
 
 
 def test_stage_3_accumulation_clipping_and_a_token_mean_work_together_on_two_axes() -> None:

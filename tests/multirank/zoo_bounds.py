@@ -15,7 +15,7 @@ TRAFFIC_EXCEPTIONS: dict[str, str] = {
 FEW_NUMBERS = 64  # bytes a micro-batch: a gather of a label or a count a sample can take the place of two reductions
 GATHER_EXCEPTIONS: dict[str, str] = {
     "resnet": "its last layers have 4 samples of few places: fewer numbers than the sums over them, which are reduced",
-    "swin_v2": "its position bias comes from a small MLP on coordinates, no batch in it: its work is split and gathered",
+    "swin_v2": "its position bias comes from a small MLP on coordinates, no batch in it: split and gathered",
     "contrastive": "every sample is scored against every other: each rank needs the whole batch's embeddings",
 }
 # What misses the bound on values, with the reason. The bound stays: such a case is expected to fail, and a run in
