@@ -79,7 +79,8 @@ def table(rows: Sequence[Row], command: str, seconds: float) -> str:
         "what the stage allows, global / N with padding where it shards (bound 1); of these, whole: vectors (norm",
         "weights, biases) that stay whole on the tensor axis, beyond their N-th part. Sent: bytes for parameters and",
         "gradients on the data axis, over the ZeRO paper's (bound 1). Data, tensor: collectives of a step by axis, of",
-        "activations (reduces + gathers) / all. Tensor bytes: sent on that axis by a rank in a step.",
+        "activations (reduces + gathers) / all. Tensor bytes: sent on that axis by a rank in a step. Init: without the",
+        "tracing, which a model has once for its stages. Without a data axis all stages are one program: one is run.",
         "",
         f"| {' | '.join(_COLUMNS)} | |",
         f"|{'---|' * (len(_COLUMNS) + 1)}",
@@ -139,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Combination(name, stage, given.backend, data, tensor, accumulate=given.accumulate)
         for data, tensor in given.meshes
         for name in given.models
-        for stage in given.stages
+        for stage in (given.stages if data > 1 else given.stages[-1:])  # without a data axis all are one program
     ]
     rows = []
     for index, combination in enumerate(combinations, start=1):
