@@ -107,7 +107,7 @@ def describe(batch: Any) -> BatchSpec:
     """The spec of one rank's batch.
 
     Raises:
-        BatchError: sharded tensors disagree in their leading size.
+        BatchError: sharded tensors disagree in their leading size, or there are numbers and no tensor.
     """
     leaves, wrapped, tree = flatten(batch)
     paths = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(batch, is_leaf=_is_wrapped)[0]]
@@ -118,6 +118,8 @@ def describe(batch: Any) -> BatchSpec:
             found.append(Leaf(path, tuple(value.shape), value.dtype, not whole and value.dim() > 0))
         else:
             found.append(Leaf(path, None, None, False, repr(value)))
+    if any(isinstance(value, (int, float)) for value in leaves) and not any(isinstance(x, Tensor) for x in leaves):
+        raise BatchError(f"the batch is a {type(batch).__name__} of numbers; valid: tensors (torch.tensor(batch))")
     spec = BatchSpec(tuple(found), str(tree))
     sizes = {leaf.path or "batch": leaf.shape[0] for leaf in spec.leaves if leaf.sharded and leaf.shape}
     if len(set(sizes.values())) > 1:

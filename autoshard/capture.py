@@ -167,9 +167,25 @@ def _within(x: Tensor, *view: Any, **_: Any) -> Any:
     return NotImplemented
 
 
-_MUTATING: dict[Any, Callable[..., Any]] = {
-    torch.ops.aten.native_batch_norm.default: _batch_norm,
+def _of_one_dtype(*args: Any, **_: Any) -> Any:
+    """Shapes alone do not tell that kernels refuse operands of several dtypes; what is right is traced as it is."""
+    dtypes = {str(x.dtype).removeprefix("torch."): x for x in args if isinstance(x, Tensor)}
+    if len(dtypes) > 1:
+        of = ", ".join(f"{dtype} {list(x.shape)}" for dtype, x in dtypes.items())
+        raise TypeError(
+            f"a product of tensors of different dtypes ({of}), which PyTorch refuses; cast the batch or the model, so "
+            "that both have one"
+        )
+    return NotImplemented
+
+
+_aten = torch.ops.aten
+_PRODUCTS = (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.convolution)
+# How ops are traced that write without saying so, and ops that are looked at first.
+_TRACED_AS: dict[Any, Callable[..., Any]] = {
+    _aten.native_batch_norm.default: _batch_norm,
     **dict.fromkeys(strided.READS, _within),
+    **dict.fromkeys((op.default for op in _PRODUCTS), _of_one_dtype),
 }
 
 
@@ -219,7 +235,7 @@ class _Trace:
                 with _explained(self):
                     return self._body(list(parameters), list(buffers), flat)
 
-            return compat.make_fx(body, args, _MUTATING)
+            return compat.make_fx(body, args, _TRACED_AS)
 
     def _input(self, kind: Kind, name: str, shape: Sequence[int], dtype: torch.dtype, sharded: bool = False) -> Tensor:
         self.inputs.append(Port(kind, name, tuple(shape), dtype, sharded=sharded))
@@ -257,6 +273,8 @@ class _Trace:
             stack.enter_context(KnownValues())
             stack.enter_context(contextlib.nullcontext() if request.gradients else torch.no_grad())
             returned = request.loss(request.modules.model, batch)
+            if any(p.grad is not None for p in params.values()):
+                raise CaptureError("the loss calls backward itself; valid: a loss that returns what is to be minimised")
             outputs = self._results(returned) if request.raw else self._losses(as_objective(returned), params, weights)
             for prefix, module in request.modules:
                 for name, value in module.named_buffers():
@@ -389,10 +407,13 @@ def _explained(trace: _Trace) -> Iterator[None]:
     except AutoshardError:
         raise
     except compat.DATA_DEPENDENT_ERRORS as error:
+        found = _user_frame(error)
+        inside = _called_layer(error, found)
+        called = "" if inside is None else f" (which calls {_place(inside)})"
         raise CaptureError(
-            f"{_place(_user_frame(error))}: the model's Python control flow or an output's shape depends on the values "
-            "of a tensor, so it cannot be traced to one program. Use torch.where or masking instead of `if` on a "
-            "tensor, and ops of fixed output shape instead of nonzero or boolean indexing"
+            f"{_place(found)}{called}: the model's Python control flow or an output's shape depends on "
+            "the values of a tensor, so it cannot be traced to one program. Use torch.where or masking instead of `if` "
+            "on a tensor, and ops of fixed output shape instead of nonzero or boolean indexing"
         ) from error
     except Exception as error:
         found = _user_frame(error)
@@ -408,6 +429,14 @@ def _explained(trace: _Trace) -> Iterator[None]:
             f"autoshard was tracing {_place(found)}, on tensors that have shapes, dtypes and devices but no values"
         )
         raise
+
+
+def _called_layer(error: BaseException, user: tuple[FrameType, int] | None) -> tuple[FrameType, int] | None:
+    """The innermost frame of a layer of torch's that the user's frame calls."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    after = frames[frames.index(user) + 1 :] if user is not None else frames
+    folder = nn.modules.__path__[0] + "/"
+    return next((at for at in reversed(after) if at[0].f_code.co_filename.startswith(folder)), None)
 
 
 def _user_frame(error: BaseException) -> tuple[FrameType, int] | None:

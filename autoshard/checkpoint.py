@@ -163,7 +163,7 @@ def read_into(
             if bad:
                 raise CheckpointError(
                     f"{root}: NaN in {_some(bad)}; the run had diverged before it was saved: load an earlier "
-                    "checkpoint, or pass allow_nan=True to look at this one"
+                    "checkpoint. To look at this one: autoshard.checkpoint.read_into(path, tensors, allow_nan=True)"
                 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
+import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -186,7 +187,7 @@ def _control_group(device: torch.device) -> dist.ProcessGroup | None:
     return _control_groups[world]
 
 
-_LOST = ("connection", "peer", "gloo", "nccl", "store", "socket")
+_LOST = re.compile(r"\b(connection|peer|gloo|nccl|(tcp|file|prefix|hash)?store|socket)", re.IGNORECASE)
 
 
 @contextmanager
@@ -200,7 +201,7 @@ def lost_rank_explained() -> Iterator[None]:
         yield
     except RuntimeError as error:
         text = str(error)
-        if isinstance(error, RankLostError) or not any(word in text.lower() for word in _LOST):
+        if isinstance(error, RankLostError) or not _LOST.search(text):
             raise
         raise RankLostError(
             f"another rank ended or cannot be reached ({text.splitlines()[0][:300]}); its own output says why. "

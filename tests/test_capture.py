@@ -89,6 +89,27 @@ def test_a_loss_that_is_no_scalar_is_refused() -> None:
         capture(nn.Linear(3, 3), lambda m, x: m(x))
 
 
+def test_a_loss_that_calls_backward_is_refused() -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        value = model(x).square().mean()
+        value.backward()
+        return value
+
+    with pytest.raises(CaptureError, match="calls backward itself"):
+        capture(nn.Linear(3, 3), loss)
+
+
+def test_a_branch_on_data_in_a_layer_of_torch_names_its_line_too() -> None:
+    with pytest.raises(CaptureError, match=r"test_capture\.py:\d+.*which calls .*batchnorm\.py:\d+.*num_batches"):
+        capture(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, momentum=None)))
+
+
+def test_a_product_of_two_dtypes_is_refused_when_it_is_traced() -> None:
+    with pytest.raises(TypeError, match=r"float64 \[3, 3\].*float32 \[8, 3\]|float32 \[8, 3\].*float64 \[3, 3\]") as raised:
+        capture(nn.Linear(3, 3).double())
+    assert "test_capture.py" in raised.value.__notes__[0]
+
+
 def test_a_loss_that_no_parameter_reaches_is_refused() -> None:
     with pytest.raises(CaptureError, match="does not depend on any trainable parameter"):
         capture(nn.Linear(3, 3), lambda m, x: m(x).detach().mean())
@@ -313,6 +334,7 @@ class _Opaque:
     ("batch", "what"),
     [
         (torch.zeros(4, 3).numpy(), "numpy array.*from_numpy"),
+        ([[1.0, 2.0, 3.0]] * 4, r"list of numbers.*torch\.tensor\(batch\)"),
         ({"x": torch.zeros(4, 3).to_sparse()}, "x.*sparse.*to_dense"),
         (UserDict({"x": torch.zeros(4, 3)}), r"UserDict that holds tensors \(x\).*dict\(batch\)"),
         (_Opaque(), r"_Opaque that holds tensors \(x\).*register_dataclass"),
