@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
@@ -51,9 +53,31 @@ def nbytes(t: Tensor | None) -> int:
     return t.numel() * t.element_size() if isinstance(t, Tensor) else 0
 
 
+def _attention_flops(query: torch.Size, key: torch.Size, value: torch.Size, *, scores: int, values: int) -> int:
+    """Of attention over query (batch, heads, length, width), with so many products of each of its two kinds."""
+    batch, heads, length, width = query
+    return 2 * batch * heads * length * key[2] * (scores * width + values * value[3])
+
+
+# What torch's registry lacks (2.14), by the shapes of the arguments. Two products forward; backward makes the scores
+# again and has two products for each: arXiv:2205.14135, algorithm 4.
+_FLOPS: Mapping[Any, Callable[..., int]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: _attention_flops(
+        q, k, v, scores=1, values=1
+    ),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda _, q, k, v, *__, **___: (
+        _attention_flops(q, k, v, scores=3, values=2)
+    ),
+}
+
+
 def flops(node: fx.Node) -> int:
-    """Floating-point operations of a node at the shapes of its values; 0 where torch counts none."""
-    count = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    """Floating-point operations of a node at the shapes of its values: of products, convolutions and attention."""
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet in _FLOPS:
+        shapes = fx.map_arg(node.args, lambda n: getattr(n.meta["val"], "shape", None))
+        return _FLOPS[packet](*shapes)  # type: ignore[misc]
+    count = flop_registry.get(packet)
     if count is None:
         return 0
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])

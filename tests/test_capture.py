@@ -105,7 +105,9 @@ def test_a_branch_on_data_in_a_layer_of_torch_names_its_line_too() -> None:
 
 
 def test_a_product_of_two_dtypes_is_refused_when_it_is_traced() -> None:
-    with pytest.raises(TypeError, match=r"float64 \[3, 3\].*float32 \[8, 3\]|float32 \[8, 3\].*float64 \[3, 3\]") as raised:
+    with pytest.raises(
+        TypeError, match=r"float64 \[3, 3\].*float32 \[8, 3\]|float32 \[8, 3\].*float64 \[3, 3\]"
+    ) as raised:
         capture(nn.Linear(3, 3).double())
     assert "test_capture.py" in raised.value.__notes__[0]
 

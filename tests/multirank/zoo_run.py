@@ -432,13 +432,24 @@ def flops_share(combination: Combination) -> float:
 
 @functools.cache
 def global_flops(name: str, data: int, accumulate: int) -> float:
-    """Floating-point operations of forward and backward of one step on one device, as torch counts them."""
-    from torch.utils.flop_counter import FlopCounterMode
+    """Floating-point operations of forward and backward of one step on one device, as torch counts them.
+
+    Attention on the CPU it does not count: that is counted as on CUDA.
+    """
+    from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+    aten = torch.ops.aten
+    attention = {
+        aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda g, q, k, v, *_, **__: (
+            sdpa_backward_flop_count(g, q, k, v)
+        ),
+    }
 
     case = find_case(name)
     batch = case.batches(1, micro_batches=accumulate)[0]
     micro = reference.global_micro_batches(batch, data, accumulate)
     plain = mock.patch("tests.zoo.checkpoint", lambda function, x, **_: function(x))  # recompute is not work asked for
-    with plain, FlopCounterMode(display=False) as counter:
+    with plain, FlopCounterMode(display=False, custom_mapping=attention) as counter:
         reference.gradients_of(case.model(), micro, case.loss)
     return float(counter.get_total_flops())
