@@ -76,7 +76,7 @@ def flops(node: fx.Node) -> int:
     packet = getattr(node.target, "overloadpacket", None)
     if packet in _FLOPS:
         shapes = fx.map_arg(node.args, lambda n: getattr(n.meta["val"], "shape", None))
-        return _FLOPS[packet](*shapes)  # type: ignore[misc]
+        return _FLOPS[packet](*shapes)
     count = flop_registry.get(packet)
     if count is None:
         return 0

@@ -7,6 +7,7 @@ cheaper to move weights than activations.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import math
 import os
@@ -355,6 +356,15 @@ def test_what_stays_whole_are_vectors() -> None:
         whole = [n for n, placement in plain(name)[1].items() if placement == REPLICATE]
         assert all(sum(size > 1 for size in shapes[n]) <= 1 for n in whole), (name, whole)
         assert sum(math.prod(shapes[n]) for n in whole) < 0.02 * sum(map(math.prod, shapes.values())), name
+
+
+def test_attention_whose_heads_the_ranks_do_not_divide_is_split_by_the_batch() -> None:
+    three = functools.partial(zoo.GPT, VOCABULARY, 96, BLOCKS, 3, LENGTH)
+    graph, placements = placed(dataclasses.replace(MODELS["gpt"], build=three))
+    attention = [n for n in graph.module.graph.nodes if "scaled_dot_product" in str(n.target)]
+    assert len(attention) == 2 * BLOCKS
+    assert all(p == (Shard(0),) for n in attention for p in tag(n).placements)
+    assert all(placements[f"blocks.{i}.mlp.0.weight"] == Shard(0) for i in range(BLOCKS))
 
 
 # ---------------------------------------------------------------- wishes

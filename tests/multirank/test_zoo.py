@@ -40,7 +40,7 @@ ON_FOUR_RANKS: dict[str, tuple[int, int, int]] = {  # data, tensor, stage
     "dict_io": (2, 2, 1), "embedding_bag": (2, 2, 0), "llama": (2, 2, 3), "in_place": (1, 4, 3),
     "running_statistics": (1, 4, 0), "topk": (1, 4, 1), "gpt": (1, 4, 3),
 }  # fmt: skip
-COMPILED_ON_TENSOR = ("mlp", "frozen_parameter")
+COMPILED_ON_TENSOR = ("mlp", "frozen_parameter", "llama")
 
 
 def tensor_combinations() -> list[Combination]:

@@ -98,7 +98,7 @@ class Combination:
             device="cpu",
         )
 
-    def parallelize(self) -> Any:
+    def parallelize(self) -> Step:
         import autoshard
 
         case = self.case
@@ -183,18 +183,23 @@ def _captured_once(combination: Combination) -> Iterator[None]:
         yield
 
 
+def started(combination: Combination, batch: Any) -> tuple[Step, State]:
+    """A step on this rank and its first state."""
+    step = combination.parallelize()
+    with _captured_once(combination):
+        return step, step.init(batch)
+
+
 def run_case(combination: Combination) -> Measured:
     """Train one model of the zoo on this rank. Call it on every rank."""
-    step = combination.parallelize()
-    batches = combination.slices(step.runtime.data_coordinate)
-    started = time.monotonic()
-    with _captured_once(combination):
-        state = step.init(batches[0])
+    begun = time.monotonic()
+    batches = combination.slices(dist.get_rank() // combination.tensor)
+    step, state = started(combination, batches[0])
     ready = time.monotonic()
     _, sharded = step.gradients(state, batches[0])
     gradients = {name: gradient.full_tensor() for name, gradient in sharded.items()}
     losses, norms, extras = [], [], []
-    begun = time.monotonic()
+    first_step = time.monotonic()
     for batch in batches:
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
@@ -224,7 +229,7 @@ def run_case(combination: Combination) -> Measured:
         split=tensor_splits(state),
         at_rest=held_bytes(state),
         cost=cost,
-        seconds=(ready - started, (ended - begun) / len(batches)),
+        seconds=(ready - begun, (ended - first_step) / len(batches)),
     )
 
 
