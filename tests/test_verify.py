@@ -198,15 +198,20 @@ def _fault_in(name: str) -> Iterator[None]:
         yield
 
 
-def _with_fault(name: str, accumulate: int) -> Report:
+def _with_fault(name: str, accumulate: int, tensor: int = 1) -> Report:
     with _fault_in(name):
-        return _verify(accumulate=accumulate, zero=2)
+        return _verify(accumulate=accumulate, zero=2, mesh=Mesh(data=-1, tensor=tensor))
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("name", ["canonicalize", "place", "zero", "lower"])
-def test_a_gradient_that_a_pass_doubles_is_found_in_that_pass_and_node(name: str, accumulate: int) -> None:
-    for report in run_ranks(_with_fault, 2, name, accumulate):
+@pytest.mark.parametrize(
+    ("name", "accumulate", "tensor"),
+    [
+        *((name, accumulate, 1) for name in ("canonicalize", "place", "zero", "lower") for accumulate in (1, 2)),
+        *((name, 1, 2) for name in ("place", "lower")),
+    ],
+)
+def test_a_gradient_that_a_pass_doubles_is_found_in_that_pass_and_node(name: str, accumulate: int, tensor: int) -> None:
+    for report in run_ranks(_with_fault, 2 * tensor, name, accumulate, tensor):
         assert not report.ok
         assert report.first is not None
         assert (report.first.pass_name, report.first.graph, report.first.node) == (name, "micro", "fault"), report
