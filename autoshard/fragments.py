@@ -57,8 +57,9 @@ class Writer:
         Args:
             name: what to call the node, if that is free; None for one made from `target`.
         """
+        value = self._value(target, args, kwargs)
         node = self.graph.call_function(target, args, kwargs, name=name)
-        node.meta.update({"val": self._value(target, node.args, node.kwargs), TAG: tag})
+        node.meta.update({"val": value, TAG: tag})
         return node
 
     def _value(self, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:

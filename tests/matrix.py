@@ -91,7 +91,7 @@ def table(rows: Sequence[Row], command: str, seconds: float) -> str:
         lines += [f"- {row.combination}: {complaint}" for row in failed for complaint in row.complaints]
     exceptions = [f"- {name}: {reason}" for group in EXCEPTIONS for name, reason in group.items()]
     if exceptions:
-        lines += ["", "## Beyond their share, with the reason", "", *exceptions]
+        lines += ["", "## Beyond a bound, with the reason", "", *exceptions]
     return "\n".join([*lines, ""])
 
 

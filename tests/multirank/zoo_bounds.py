@@ -24,11 +24,17 @@ INEXACT: dict[str, str] = {
     "hf_mamba": "sums over the batch in float32: one device that splits the batch moves this gradient by more than the "
     "bound too (test_zoo_reference measures it); without its casts to float32, hf_mamba_in_double, it is exact",
 }
+# What one device misses too when it takes the samples in another order, so that an entry of the table may fail.
+SENSITIVE: dict[str, str] = {
+    "resnet": "batch norm over 4 samples: a last bit grows 65-fold a step, and the fifth step's gradient norm is off by "
+    "up to 1.9e-8 on one device, too, when a batch's samples are permuted",
+}
 # On a mesh with a tensor axis. What fails there, with the reason: expected to, strictly.
 TENSOR_FAILS: dict[str, str] = {}
 TENSOR_FLOPS_EXCEPTIONS: dict[str, str] = {
     "in_place": "its head of 16 x 5 on 4 ranks is not worth a collective",
     "odd_shapes": "of its 140 operations 20 are not worth a collective",
+    "contrastive": "its matrix of all pairs, 6,144 operations without a weight, is not worth all its collectives",
     "siamese": "of its 18,432 operations the second product's are not worth a collective for each of its two calls",
 }
 TENSOR_BYTES_EXCEPTIONS: dict[str, str] = {
@@ -37,6 +43,7 @@ TENSOR_BYTES_EXCEPTIONS: dict[str, str] = {
 }
 EXCEPTIONS = (
     INEXACT,
+    SENSITIVE,
     FLOPS_EXCEPTIONS,
     BYTES_EXCEPTIONS,
     TRAFFIC_EXCEPTIONS,

@@ -20,9 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autoshard import compat
 from autoshard.api import Step
 from autoshard.capture import Captured, capture_training
 from autoshard.cost import Cost
+from autoshard.placement import Shard
 from autoshard.program import Role
 from autoshard.state import State
 from tests import reference
@@ -136,7 +138,7 @@ class Measured:
         gradients: of the first batch at the initial parameters, by name.
         parameters, buffers: after the last step, by name.
         disagreements: names of what is not the same bits on every rank: whole parameters, buffers, slots, gradients.
-        split: by parameter, the dim along which the tensor axis splits it, None where it stays whole.
+        split: by parameter, how the tensor axis splits it, None where it stays whole.
         at_rest: bytes of parameters, buffers and optimizer state that this rank really holds, padding counted.
         cost: `step.cost()`.
         seconds: to trace, rewrite and compile; per step.
@@ -149,7 +151,7 @@ class Measured:
     parameters: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
     disagreements: tuple[str, ...]
-    split: Mapping[str, int | None]
+    split: Mapping[str, Shard | None]
     at_rest: int
     cost: Cost
     seconds: tuple[float, float]
@@ -242,13 +244,14 @@ def held_bytes(state: Any) -> int:
     return sum(storages.values())
 
 
-def tensor_splits(state: Any) -> dict[str, int | None]:
-    """By parameter, the dim along which the tensor axis splits it; None without one, and where it stays whole."""
-    found: dict[str, int | None] = {}
+def tensor_splits(state: Any) -> dict[str, Shard | None]:
+    """By parameter, how the tensor axis splits it; None without one, and where it stays whole."""
+    found: dict[str, Shard | None] = {}
     for name, parameter in state.params.items():
         axes = parameter.device_mesh.mesh_dim_names or ()
         placement = parameter.placements[axes.index("tensor")] if "tensor" in axes else None
-        found[name] = getattr(placement, "dim", None)
+        dim = getattr(placement, "dim", None)
+        found[name] = None if dim is None else Shard(dim, compat.split_factor(placement))
     return found
 
 
@@ -321,7 +324,7 @@ def compare(combination: Combination, measured: list[Measured]) -> Errors:
 
 # ---------------------------------------------------------------- what a stage and a mesh may cost
 
-Split = Mapping[str, int | None]  # by parameter, the dim that the tensor axis splits
+Split = Mapping[str, Shard | None]  # by parameter, as the tensor axis splits it
 
 
 @dataclass(frozen=True)
@@ -357,8 +360,8 @@ def allowed_bytes(combination: Combination, split: Split) -> Allowed:
         copies = [stage == 3, *[stage >= 1] * (2 * parameter.requires_grad)]  # whether data shards each
         share += 8 * parameter.requires_grad
         for data in (combination.data if sharded else 1 for sharded in copies):
-            dims = [split[name]] if split[name] is not None else [None, *range(len(shape))]
-            least = min(held_elements(shape, dim, tensor, data) for dim in dims)
+            splits = [split[name]] if split[name] is not None else [None, *map(Shard, range(len(shape)))]
+            least = min(held_elements(shape, split, tensor, data) for split in splits)
             share += least * size
             if is_vector(shape):
                 whole += (held_elements(shape, split[name], tensor, data) - least) * size
@@ -377,13 +380,18 @@ def is_vector(shape: tuple[int, ...]) -> bool:
     return sum(size > 1 for size in shape) <= 1
 
 
-def held_elements(shape: tuple[int, ...], dim: int | None, tensor: int, data: int) -> int:
-    """Elements that a rank holds of a tensor of which the tensor axis splits `dim`, and the data axis what is best."""
+def held_elements(shape: tuple[int, ...], split: Shard | None, tensor: int, data: int) -> int:
+    """Elements that a rank holds of a tensor that the tensor axis splits so, and the data axis along what is best.
+
+    Two axes share a dim evenly only, and not one of which the first splits parts: DTensor, in which a state is given,
+    puts two strided shards of one dim together wrongly (torch 2.14). So the bias of a fused q, k, v is whole on data.
+    """
+    dim = None if split is None else split.dim
     local = tuple(-(-size // tensor) if i == dim else size for i, size in enumerate(shape))
     if data == 1:
         return math.prod(local)
-    uneven = dim is not None and tensor > 1 and shape[dim] % (tensor * data) != 0  # two axes share a dim evenly only
-    return padded_shard(local, data, without=dim if uneven else None)
+    alone = split is not None and tensor > 1 and (split.outer > 1 or shape[split.dim] % (tensor * data) != 0)
+    return padded_shard(local, data, without=dim if alone else None)
 
 
 def padded_shard(shape: tuple[int, ...], ranks: int, without: int | None = None) -> int:
