@@ -26,8 +26,8 @@ INEXACT: dict[str, str] = {
 }
 # What one device misses too when it takes the samples in another order, so that an entry of the table may fail.
 SENSITIVE: dict[str, str] = {
-    "resnet": "batch norm over 4 samples: a last bit grows 65-fold a step, and the fifth step's gradient norm is off by "
-    "up to 1.9e-8 on one device, too, when a batch's samples are permuted",
+    "resnet": "with batch norm over 4 samples a last bit grows 65-fold a step: after five, one device's gradient norm "
+    "is off by up to 1.9e-8, too, when the samples of its batches are permuted",
 }
 # On a mesh with a tensor axis. What fails there, with the reason: expected to, strictly.
 TENSOR_FAILS: dict[str, str] = {}
