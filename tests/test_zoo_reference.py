@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from tests import reference
+from tests.multirank import zoo_run
+from tests.multirank.zoo_bounds import SENSITIVE
 from tests.zoo import ODD_SHAPES, ZOO, ModelCase, find_case
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
@@ -138,3 +140,15 @@ def test_the_zoo_has_the_models_that_the_issue_lists() -> None:
     assert wanted <= tags
     shapes = {tuple(p.shape) for p in find_case("odd_shapes").model().parameters()}
     assert shapes == set(ODD_SHAPES)
+
+
+@pytest.mark.parametrize("name", sorted(SENSITIVE))
+def test_a_sensitive_model_misses_the_bound_on_one_device_whose_samples_are_permuted(name: str) -> None:
+    case, recipe = find_case(name), reference.Recipe(optimizer=zoo_run.ADAMW)
+    order = torch.randperm(case.size, generator=torch.Generator().manual_seed(0))
+    batches = case.batches(zoo_run.STEPS)
+    permuted = [reference.map_tensors(batch, lambda x: x[order]) for batch in batches]
+    one, other = (reference.train(case.model(), given, recipe, case.loss) for given in (batches, permuted))
+    assert reference.worst(other.gradients, one.gradients)[0] < zoo_run.GRADIENT
+    last = float(one.grad_norms[-1])
+    assert abs(float(other.grad_norms[-1]) - last) / max(1.0, last) > zoo_run.LOSS
