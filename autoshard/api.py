@@ -20,7 +20,7 @@ from autoshard import checkpoint, replicas, runtime, stateinit
 from autoshard.batch import BatchSpec
 from autoshard.capture import Loss, Modules, call_model, capture_evaluation, capture_forward, capture_training
 from autoshard.engine import Engine, Evaluation, Training
-from autoshard.errors import AutoshardError, BatchError, OptimizerError, StateError
+from autoshard.errors import AutoshardError, BatchError, CheckpointError, OptimizerError, StateError
 from autoshard.manager import PassContext
 from autoshard.optim import Binding, bind
 from autoshard.plan import Plan
@@ -117,23 +117,28 @@ class Step:
             self.source.consume()
         return state
 
-    def save(self, state: State, path: str | Path, extra: Mapping[str, Any] | None = None) -> None:
+    def save(
+        self, state: State, path: str | Path, extra: Mapping[str, Any] | None = None, *, frozen: bool = True
+    ) -> None:
         """Write a checkpoint: complete or not there at all. A collective call.
 
         Args:
+            frozen: write the parameters that are not trained, too. Without them a checkpoint of adapters is as small as
+                they are, and `load` takes the frozen ones from the model that its step was made of.
             extra: JSON-able values to keep beside it, such as a data position; `load` leaves them in the file,
                 ``autoshard.checkpoint.read_meta(path)["extra"]`` reads them.
         """
         self._check_state(state)
-        self.runtime.agree(f"save to {path}")
+        self.runtime.agree(f"save to {path}{'' if frozen else ' without frozen parameters'}")
         meta = {
             "batch": batches.to_json(self._example),
             "plan": str(self.plan),
             "autoshard": autoshard.__version__,
             "torch": torch.__version__,
             "extra": dict(extra or {}),
+            "frozen": frozen,
         }
-        checkpoint.write(path, stateinit.named_tensors(state), meta)
+        checkpoint.write(path, stateinit.named_tensors(state, without=() if frozen else self.source.frozen), meta)
 
     def load(self, path: str | Path, batch: Any = None) -> State:
         """The state that was saved, under this plan, whatever plan saved it. A collective call.
@@ -144,13 +149,20 @@ class Step:
             CheckpointError: missing, damaged, or of another model.
         """
         self.runtime.agree(f"load from {path}")
+        meta = checkpoint.read_meta(path)
         if batch is None:
-            batch = batches.from_json(checkpoint.read_meta(path)["batch"])
-            batch = batches.rescaled(batch, self.plan.accumulate)
+            batch = batches.rescaled(batches.from_json(meta["batch"]), self.plan.accumulate)
         training = self._program_for(batch, call="load")
-        state = self.source.empty_state(self._layout(training), self.runtime.device)
+        layout, without = self._layout(training), () if meta.get("frozen", True) else self.source.frozen
+        if without and self.source.consumed:
+            raise CheckpointError(
+                f"{path} has no frozen parameters (such as {without[0]}), and this step's model has given its weights to "
+                "a state already; load with a step that is made of the pretrained model again"
+            )
+        source = self.source.state if without else self.source.empty_state
+        state = source(layout, self.runtime.device)
         unread = ("optimizer/",) if self.binding is None else ()  # to evaluate or export needs no optimizer
-        checkpoint.read_into(path, stateinit.named_tensors(state), without=unread)
+        checkpoint.read_into(path, stateinit.named_tensors(state, without=without), without=unread)
         self.source.consume()
         return state
 

@@ -82,6 +82,12 @@ class Source:
         aliases = {name: other for name, other in every.items() if name != other}
         return cls(modules, recording, seed, "\n".join(shapes), aliases, consumed)
 
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """The parameters that are not trained."""
+        trained = set(self.modules.trainable())
+        return tuple(name for name in self.modules.parameters() if name not in trained)
+
     def state(self, layout: StateLayout, device: torch.device) -> State:
         """A state with initial values."""
         if self.consumed:
@@ -200,9 +206,11 @@ def layout(source: Source, with_gradient: Iterable[str], context: PassContext, r
     return StateLayout(layouts, context.axes, runtime.device_mesh, where, source.aliases, fills, runtime.agree)
 
 
-def named_tensors(state: State) -> dict[str, Tensor]:
-    """Every tensor of a state under a flat name, as DTensors that share its memory."""
-    return {"/".join(key): state.layout.dtensor(key, state.local(key)) for key in state.layout.layouts}
+def named_tensors(state: State, *, without: Iterable[str] = ()) -> dict[str, Tensor]:
+    """Every tensor of a state under a flat name, as DTensors that share its memory; `without` some parameters."""
+    left = {("params", name) for name in without}
+    keys = [key for key in state.layout.layouts if key not in left]
+    return {"/".join(key): state.layout.dtensor(key, state.local(key)) for key in keys}
 
 
 def full_state_dict(state: State, source: Source) -> Iterator[tuple[str, Tensor]]:

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import io
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -628,6 +629,52 @@ def test_a_frozen_teacher_takes_part_and_is_not_trained_and_constants_are_listed
         assert set(slots) == {n for n, _ in model.named_parameters()}
         assert kept
         assert "constant" in explained
+
+
+def _adapter() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 2)).double()
+    model[0].requires_grad_(False)
+    return model
+
+
+def _regression(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def _saved_without_frozen(folder: str, stage: int) -> tuple[dict[str, Tensor], dict[str, Tensor], int, int, str]:
+    """A state's parameters and slots before and after, the bytes of a whole and of a small checkpoint, an error."""
+    import autoshard
+
+    x = torch.randn(8, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(dist.get_rank()))
+    plan = autoshard.Plan(zero=stage, backend="debug", device="cpu")
+
+    def fresh() -> autoshard.Step:
+        return autoshard.parallelize(_adapter(), plan, loss=_regression, optimizer=zoo_run.ADAMW)
+
+    step = fresh()
+    state, _ = step(step.init(x), x)
+    before = {name: state.full(name) for name in (*state.params, *state.buffers)}
+    step.save(state, f"{folder}/whole")
+    step.save(state, f"{folder}/small", frozen=False)
+    loaded = fresh().load(f"{folder}/small")
+    after = {name: loaded.full(name) for name in (*loaded.params, *loaded.buffers)}
+    with pytest.raises(autoshard.CheckpointError) as refused:
+        step.load(f"{folder}/small")
+    whole, small = (sum(f.stat().st_size for f in Path(folder, name).rglob("*.distcp")) for name in ("whole", "small"))
+    return before, after, whole, small, str(refused.value)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_checkpoint_without_frozen_parameters_is_small_and_takes_them_from_the_model(
+    stage: int, tmp_path: Path
+) -> None:
+    for before, after, whole, small, refused in run_ranks(_saved_without_frozen, 2, str(tmp_path), stage):
+        assert before.keys() == after.keys()
+        assert all(torch.equal(value, after[name]) for name, value in before.items())
+        assert whole - small > 0.9 * 64 * 65 * 8
+        assert "0.weight" in refused
+        assert "pretrained" in refused
 
 
 def _frozen_parameters(stage: int) -> tuple[bool, bool]:
