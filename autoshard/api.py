@@ -156,8 +156,8 @@ class Step:
         layout, without = self._layout(training), () if meta.get("frozen", True) else self.source.frozen
         if without and self.source.consumed:
             raise CheckpointError(
-                f"{path} has no frozen parameters (such as {without[0]}), and this step's model has given its weights to "
-                "a state already; load with a step that is made of the pretrained model again"
+                f"{path} has no frozen parameters (such as {without[0]}), and this step's model has given its weights "
+                "to a state already; load with a step that is made of the pretrained model again"
             )
         source = self.source.state if without else self.source.empty_state
         state = source(layout, self.runtime.device)
