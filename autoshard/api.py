@@ -123,10 +123,10 @@ class Step:
         """Write a checkpoint: complete or not there at all. A collective call.
 
         Args:
-            frozen: write the parameters that are not trained, too. Without them a checkpoint of adapters is as small as
-                they are, and `load` takes the frozen ones from the model that its step was made of.
             extra: JSON-able values to keep beside it, such as a data position; `load` leaves them in the file,
                 ``autoshard.checkpoint.read_meta(path)["extra"]`` reads them.
+            frozen: write the parameters that are not trained, too. Without them a checkpoint of adapters is as small as
+                they are, and `load` takes the frozen ones from the model that its step was made of.
         """
         self._check_state(state)
         self.runtime.agree(f"save to {path}{'' if frozen else ' without frozen parameters'}")
@@ -263,6 +263,7 @@ class Step:
 
     def _program_for(self, batch: Any, call: str) -> Training:
         """The compiled program for a batch's shapes; made when they are new, within plan.max_compiles."""
+        batches.check_tensors(batch)
         spec = batches.describe(batch)
         told = f"{call}\n{spec.told}"
         if call not in ("init", "load"):  # which read no values
@@ -288,6 +289,7 @@ class Step:
         return training
 
     def evaluation_program(self, batch: Any, *, compiled: bool = True) -> Evaluation:
+        batches.check_tensors(batch)
         spec = batches.describe(batch)
         return self._other(f"evaluation{'' if compiled else ' tail'}", spec, compiled, batch, None)
 

@@ -53,14 +53,14 @@ def nbytes(t: Tensor | None) -> int:
     return t.numel() * t.element_size() if isinstance(t, Tensor) else 0
 
 
-def _attention_flops(query: torch.Size, key: torch.Size, value: torch.Size, *, scores: int, values: int) -> int:
+def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *, scores: int, values: int) -> int:
     """Of attention over query (batch, heads, length, width), with so many products of each of its two kinds."""
-    batch, heads, length, width = query
-    return 2 * batch * heads * length * key[2] * (scores * width + values * value[3])
+    batch, heads, length, width = query.shape
+    return 2 * batch * heads * length * key.shape[2] * (scores * width + values * value.shape[3])
 
 
-# What torch's registry lacks (2.14), by the shapes of the arguments. Two products forward; backward makes the scores
-# again and has two products for each: arXiv:2205.14135, algorithm 4.
+# What torch's registry lacks (2.14), in its form: of an op's arguments. Two products forward; backward makes the
+# scores again and has two products for each: arXiv:2205.14135, algorithm 4.
 _FLOPS: Mapping[Any, Callable[..., int]] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: _attention_flops(
         q, k, v, scores=1, values=1
@@ -74,10 +74,7 @@ _FLOPS: Mapping[Any, Callable[..., int]] = {
 def flops(node: fx.Node) -> int:
     """Floating-point operations of a node at the shapes of its values: of products, convolutions and attention."""
     packet = getattr(node.target, "overloadpacket", None)
-    if packet in _FLOPS:
-        shapes = fx.map_arg(node.args, lambda n: getattr(n.meta["val"], "shape", None))
-        return _FLOPS[packet](*shapes)
-    count = flop_registry.get(packet)
+    count = flop_registry.get(packet) or _FLOPS.get(packet)
     if count is None:
         return 0
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])

@@ -107,7 +107,7 @@ def describe(batch: Any) -> BatchSpec:
     """The spec of one rank's batch.
 
     Raises:
-        BatchError: sharded tensors disagree in their leading size, or there are numbers and no tensor.
+        BatchError: sharded tensors disagree in their leading size.
     """
     leaves, wrapped, tree = flatten(batch)
     paths = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(batch, is_leaf=_is_wrapped)[0]]
@@ -118,8 +118,6 @@ def describe(batch: Any) -> BatchSpec:
             found.append(Leaf(path, tuple(value.shape), value.dtype, not whole and value.dim() > 0))
         else:
             found.append(Leaf(path, None, None, False, repr(value)))
-    if any(isinstance(value, (int, float)) for value in leaves) and not any(isinstance(x, Tensor) for x in leaves):
-        raise BatchError(f"the batch is a {type(batch).__name__} of numbers; valid: tensors (torch.tensor(batch))")
     spec = BatchSpec(tuple(found), str(tree))
     sizes = {leaf.path or "batch": leaf.shape[0] for leaf in spec.leaves if leaf.sharded and leaf.shape}
     if len(set(sizes.values())) > 1:
@@ -173,6 +171,16 @@ def digest(value: Tensor) -> str:
     """A few letters that tell one content from another."""
     raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.sha256(raw.numpy().tobytes()).hexdigest()[:12]
+
+
+def check_tensors(batch: Any) -> None:
+    """
+    Raises:
+        BatchError: a batch to train or evaluate on is numbers alone, which would be taken for constants.
+    """
+    leaves = flatten(batch)[0]
+    if any(isinstance(x, (int, float)) for x in leaves) and not any(isinstance(x, Tensor) for x in leaves):
+        raise BatchError(f"the batch is a {type(batch).__name__} of numbers; valid: tensors (torch.tensor(batch))")
 
 
 def check_divides(spec: BatchSpec, accumulate: int) -> None:

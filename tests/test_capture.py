@@ -346,3 +346,13 @@ def test_a_batch_whose_tensors_cannot_be_seen_is_refused(batch: Any, what: str) 
     step = autoshard.parallelize(nn.Linear(3, 3), Plan(backend="debug", device="cpu"))
     with pytest.raises(autoshard.BatchError, match=what):
         step.init(batch)
+
+
+def test_a_model_that_is_called_on_numbers_alone_is_run() -> None:
+    class Table(nn.Linear):
+        def forward(self, x: Tensor | int) -> Tensor:
+            return self.weight.sum(0) if isinstance(x, int) else super().forward(x).square().mean()
+
+    step = autoshard.parallelize(Table(3, 3), Plan(backend="debug", device="cpu"))
+    state = step.init(torch.zeros(4, 3))
+    assert torch.equal(step.forward(state, 3), state.full("weight").sum(0))

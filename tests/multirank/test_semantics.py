@@ -642,8 +642,14 @@ def _regression(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).square().mean()
 
 
+def _whole(state: Any) -> dict[str, Tensor]:
+    """Every parameter, buffer and optimizer slot of a state."""
+    slots = {f"{name}/{slot}": t.full_tensor() for name, held in state.optimizer.items() for slot, t in held.items()}
+    return {**{name: state.full(name) for name in (*state.params, *state.buffers)}, **slots}
+
+
 def _saved_without_frozen(folder: str, stage: int) -> tuple[dict[str, Tensor], dict[str, Tensor], int, int, str]:
-    """A state's parameters and slots before and after, the bytes of a whole and of a small checkpoint, an error."""
+    """A state's tensors before and after, the bytes of a whole and of a small checkpoint, an error."""
     import autoshard
 
     x = torch.randn(8, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(dist.get_rank()))
@@ -654,11 +660,10 @@ def _saved_without_frozen(folder: str, stage: int) -> tuple[dict[str, Tensor], d
 
     step = fresh()
     state, _ = step(step.init(x), x)
-    before = {name: state.full(name) for name in (*state.params, *state.buffers)}
+    before = _whole(state)
     step.save(state, f"{folder}/whole")
     step.save(state, f"{folder}/small", frozen=False)
-    loaded = fresh().load(f"{folder}/small")
-    after = {name: loaded.full(name) for name in (*loaded.params, *loaded.buffers)}
+    after = _whole(fresh().load(f"{folder}/small"))
     with pytest.raises(autoshard.CheckpointError) as refused:
         step.load(f"{folder}/small")
     whole, small = (sum(f.stat().st_size for f in Path(folder, name).rglob("*.distcp")) for name in ("whole", "small"))

@@ -361,7 +361,7 @@ def allowed_bytes(combination: Combination, split: Split) -> Allowed:
         share += 8 * parameter.requires_grad
         for data in (combination.data if sharded else 1 for sharded in copies):
             splits = [split[name]] if split[name] is not None else [None, *map(Shard, range(len(shape)))]
-            least = min(held_elements(shape, split, tensor, data) for split in splits)
+            least = min(held_elements(shape, each, tensor, data) for each in splits)
             share += least * size
             if is_vector(shape):
                 whole += (held_elements(shape, split[name], tensor, data) - least) * size
