@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -281,6 +282,42 @@ def strided_shard(dim: int, outer: int) -> Any:
 def split_factor(placement: Any) -> int:
     """Into how many parts a dim is seen before a DTensor placement shards it: 1 but for a strided shard."""
     return int(placement.split_factor) if isinstance(placement, _placement_types._StridedShard) else 1
+
+
+@functools.cache
+def gloo_in_order() -> str:
+    """Name of a backend: gloo with one worker thread, which runs the collectives of a group one after the other.
+
+    Gloo as torch makes it has two. Both write the name of the collective they started into one ``std::string`` without
+    a lock (``ProcessGroupStatus::lastStartedWorkName``, torch 2.14), which corrupts the heap: a process aborts after
+    some ten thousand collectives. A group made beside a default group of gloo has the timeout of that.
+    """
+    gloo: Any = dist.ProcessGroupGloo
+    name = "autoshard_gloo"
+
+    def make(given: Any, _options: object) -> Any:
+        # What torch does in C++ for a gloo group that is given no options.
+        interfaces = [interface for interface in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if interface]
+        options = gloo._Options()
+        options._devices = [gloo.create_device(interface=i) for i in interfaces] or [gloo.create_default_device()]
+        options._threads = 1
+        options._timeout = _gloo_timeout() or given.timeout
+        options.global_ranks_in_group = given.global_ranks_in_group
+        options.group_name = given.group_id
+        return gloo(given.store, given.group_rank, given.group_size, options)
+
+    dist.Backend.register_backend(name, make, extended_api=True, devices=["cpu"])
+    return name
+
+
+def _gloo_timeout() -> Any:
+    """That of the default group for CPU tensors; None without one."""
+    if not dist.is_initialized():
+        return None
+    with contextlib.suppress(RuntimeError):  # the default group may have no backend for the CPU
+        world: Any = dist.group.WORLD
+        return world._get_backend(torch.device("cpu")).options._timeout
+    return None
 
 
 def register_group(name: str, group: dist.ProcessGroup) -> None:

@@ -264,7 +264,7 @@ class Job:
         axes = " x ".join(f"{name}={size}" for name, size in mesh.axes if size > 1)
         split = f" ({axes})" if mesh.size > mesh.axis("data") else ""
         where = (
-            f"{mesh.size} rank{'s' if mesh.size > 1 else ''}{split} ({self.place.device.type}, {dist.get_backend()})"
+            f"{mesh.size} rank{'s' if mesh.size > 1 else ''}{split} ({self.place.device.type}, {self.place.backend})"
         )
         model = str(self.config.model._target_).rpartition(".")[2]
         return f"{model}, ZeRO-{self.config.plan.zero} on {where}, {self.config.plan.backend}"

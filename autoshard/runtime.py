@@ -46,6 +46,11 @@ class Runtime:
         return dist.get_rank()
 
     @property
+    def backend(self) -> str:
+        """Name of the default group's backend."""
+        return dist.get_backend().removeprefix("autoshard_")
+
+    @property
     def data_ranks(self) -> int:
         return self.mesh.axis("data")
 
@@ -63,19 +68,20 @@ class Runtime:
         return [r for r in range(self.mesh.size) if fixed.items() <= self.mesh.coordinates(r).items()]
 
     def group_of(self, axes: Sequence[int]) -> dist.ProcessGroup | None:
-        """The group of all ranks on some of `self.axes`, by position; None for the default group.
+        """The group of all ranks on some of `self.axes`, by position; None for the default group, or for no axis.
 
         Made when it is first asked for, so every rank asks alike.
         """
         names = tuple(self.axes[i].name for i in axes)
-        if len(names) in (0, len(self.axes)):
-            return None
         if len(names) == 1:
             return self.device_mesh.get_group(names[0])
+        backend = _backend(self.device)
+        if not names or (len(names) == len(self.axes) and backend is None):
+            return None
         key = (names, self.mesh, id(dist.group.WORLD))
         if key not in _joint_groups:
             every = {tuple(self._peers_of(rank, names)) for rank in range(self.mesh.size)}
-            group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in sorted(every)])
+            group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in sorted(every)], backend=backend)
             assert isinstance(group, dist.ProcessGroup)
             _joint_groups[key] = group
         return _joint_groups[key]
@@ -125,7 +131,7 @@ def ensure_process_group(device: torch.device) -> None:
     """An existing process group, else torchrun's environment, else a world of one."""
     if dist.is_initialized():
         return
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = "nccl" if device.type == "cuda" else compat.gloo_in_order()
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend)
     else:
@@ -159,8 +165,12 @@ def start(plan: Plan) -> Runtime:
     used = [(name, size) for name, size in mesh.axes if size > 1] or [("data", 1)]
     key = (device.type, tuple(used), id(dist.group.WORLD))
     if key not in _device_meshes:  # groups are made once: two plans in one process share them
+        backend = _backend(device)
         _device_meshes[key] = init_device_mesh(
-            device.type, tuple(size for _, size in used), mesh_dim_names=tuple(name for name, _ in used)
+            device.type,
+            tuple(size for _, size in used),
+            mesh_dim_names=tuple(name for name, _ in used),
+            backend_override={name: backend for name, _ in used} if backend else None,
         )
     device_mesh = _device_meshes[key]
     shape = "-".join(f"{name}{size}" for name, size in used)
@@ -176,12 +186,18 @@ def start(plan: Plan) -> Runtime:
     return Runtime(mesh, device, device_mesh, tuple(axes), coordinates, _control_group(device))
 
 
+def _backend(device: torch.device) -> str | None:
+    """The backend of the groups that a program's collectives run on; None is that of the default group."""
+    gloo = device.type == "cpu" and "cpu:gloo" in dist.get_backend_config()
+    return compat.gloo_in_order() if gloo and dist.get_world_size() > 1 else None
+
+
 def _control_group(device: torch.device) -> dist.ProcessGroup | None:
     if device.type == "cpu":
         return None
     world = id(dist.group.WORLD)
     if world not in _control_groups:
-        group = dist.new_group(backend="gloo")
+        group = dist.new_group(backend=compat.gloo_in_order())
         assert isinstance(group, dist.ProcessGroup)
         _control_groups[world] = group
     return _control_groups[world]

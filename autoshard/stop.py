@@ -9,6 +9,8 @@ from typing import Any, Self, cast
 import torch
 import torch.distributed as dist
 
+from autoshard import compat
+
 
 class Stop:
     """Catches signals within a `with` block; made by all ranks.
@@ -26,7 +28,7 @@ class Stop:
         self._vote = torch.zeros(1, dtype=torch.int32)
         self._work: dist.Work | None = None
         # In host memory: NCCL would make the host wait for the device.
-        self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
+        self._group = cast(dist.ProcessGroup, dist.new_group(backend=compat.gloo_in_order()))
 
     def __enter__(self) -> Self:
         for name in (signal.SIGINT, signal.SIGTERM):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import autoshard
-from autoshard import Mean, Mesh, Plan
+from autoshard import Mean, Mesh, Plan, runtime
 from autoshard.data import data_rank
 from autoshard.plan import Rule
 from tests import reference
@@ -249,3 +249,29 @@ def _not_due() -> bool:
 
 def test_copies_are_compared_only_every_n_steps() -> None:
     assert run_ranks(_not_due, 4) == [True] * 4
+
+
+# ---------------------------------------------------------------- groups
+
+
+def _groups_beside_the_default_one() -> list[tuple[int, bool, bool]]:
+    """Of the group of each axis and of both: worker threads, whether it is the default group, whether it times out
+    as that does."""
+    cpu = torch.device("cpu")
+    world: Any = dist.group.WORLD
+    found = []
+    for mesh in (Mesh(), Mesh(data=2, tensor=2)):
+        place = runtime.start(Plan(mesh=mesh, device="cpu"))
+        for axes in [[0]] if len(place.axes) == 1 else [[0], [1], [0, 1]]:
+            group: Any = place.group_of(axes)
+            options = group._get_backend(cpu).options
+            found.append(
+                (options._threads, group is world, options._timeout == world._get_backend(cpu).options._timeout)
+            )
+    return found
+
+
+def test_collectives_run_on_groups_of_one_worker_thread_where_the_default_group_has_gloo_s_two() -> None:
+    # Two threads of one gloo group corrupt the heap (compat.gloo_in_order): a job died of it every few thousand steps.
+    for found in run_ranks(_groups_beside_the_default_one, 4):
+        assert found == [(1, False, True)] * 4
