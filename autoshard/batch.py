@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -287,3 +288,31 @@ def take_rows(batch: Any, start: int, stop: int) -> Any:
 def all_replicated(batch: Any) -> Any:
     """The batch with every tensor marked as the same on every rank."""
     return pytree.tree_map(lambda x: Replicated(x) if isinstance(x, Tensor) else x, batch, is_leaf=_is_wrapped)
+
+
+_OUT_OF_RANGE = re.compile(r"(index|target)\b.*\bout of (range|bounds)", re.IGNORECASE)
+
+
+@contextmanager
+def indices_explained(batch: Any) -> Iterator[None]:
+    """An index that is out of range while a program runs on `batch` says what the batch holds.
+
+    Raises:
+        BatchError: in the place of torch's own error.
+    """
+    try:
+        yield
+    except (IndexError, RuntimeError) as error:
+        text = str(error)
+        if not _OUT_OF_RANGE.search(text):
+            raise
+        leaves, _ = pytree.tree_flatten_with_path(batch)
+        ranges = [
+            f"batch{pytree.keystr(path)} is {int(leaf.min())} to {int(leaf.max())}"
+            for path, leaf in leaves
+            if isinstance(leaf, Tensor) and leaf.numel() and not leaf.is_floating_point() and leaf.dtype != torch.bool
+        ]
+        raise BatchError(
+            f"an index is out of range ({text.splitlines()[0][-200:]}). {'; '.join(ranges)}. Token ids must be below "
+            "the embedding's rows, class labels below the number of classes, but for the loss's ignore_index"
+        ) from error

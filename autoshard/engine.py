@@ -205,7 +205,8 @@ class Engine:
         outputs: Sequence[Tensor] = ()
         for piece in pieces:
             args = self._arguments(micro.signature, training.captured, state, piece, rng, buffers, weights, held)
-            outputs = micro.run(args)
+            with batches.indices_explained(batch):
+                outputs = micro.run(args)
             for i, port in micro.signature.find_outputs(Kind.BUFFER):
                 buffers[port.name] = outputs[i].contiguous()
             rng = rng + self._tick(rng)
@@ -377,7 +378,8 @@ class Engine:
         executable = evaluation.executable
         piece = self._on_device(batches.tensors(batch))
         args = self._arguments(executable.signature, evaluation.captured, state, piece, state.rng, {}, None, {})
-        return executable.run(args)
+        with batches.indices_explained(batch):
+            return executable.run(args)
 
     def evaluate(self, step: Step, state: State, batch: Any) -> Metrics:
         """Full pieces run as in training; what is left over all ranks is gathered and run on every rank."""

@@ -12,7 +12,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,14 +55,18 @@ class Result:
     interrupted: signal.Signals | None
 
 
-def run(config: DictConfig) -> Result:
+def run(config: DictConfig, interrupt: Callable[[], object] = lambda: None) -> Result:
     """Runs a checked configuration to its end, or to a signal. A collective call; only rank 0 prints and reports.
+
+    Args:
+        interrupt: as for `Stop`.
 
     Raises:
         AutoshardError: something in the configuration cannot work.
+        KeyboardInterrupt: a signal before the first step, or a second one.
     """
     job = Job(config)
-    with Stop() as stop:
+    with Stop(interrupt) as stop:
         state, done = job.start()
         stop.arm()
         state, done = job.train(state, done, stop)

@@ -87,32 +87,34 @@ class Runtime:
         return _joint_groups[key]
 
     def agree(self, text: str, advice: Mapping[str, str] | None = None) -> None:
-        """Every rank calls this with the same text, or every rank gets an error that names who differs.
+        """As `agree`, on this runtime's control group."""
+        agree(text, self.control, advice)
 
-        Args:
-            advice: what to do where the first lines that differ begin with a key.
 
-        Raises:
-            DivergenceError: the texts differ.
-        """
-        if dist.get_world_size() == 1:
-            return
-        digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-        found = torch.empty(dist.get_world_size(), dtype=torch.int64)
-        compat.all_gather(found, torch.tensor([digest]), self.control)
-        if (found == found[0]).all():
-            return
-        texts: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(texts, text, group=self.control)
-        odd = next(rank for rank, other in enumerate(texts) if other != texts[0])
-        ours, theirs = _difference(texts[0], texts[odd])
-        same = "Every rank must make the same calls with the same plan, model and batch structure"
-        fitting = [
-            what for start, what in (advice or {}).items() if ours.startswith(start) and theirs.startswith(start)
-        ]
-        raise DivergenceError(
-            f"ranks disagree: rank 0 has {ours}; rank {odd} has {theirs}. {next(iter(fitting), same)}"
-        )
+def agree(text: str, control: dist.ProcessGroup | None, advice: Mapping[str, str] | None = None) -> None:
+    """Every rank calls this with the same text, or every rank gets an error that names who differs.
+
+    Args:
+        control: as in `Runtime`.
+        advice: what to do where the first lines that differ begin with a key.
+
+    Raises:
+        DivergenceError: the texts differ.
+    """
+    if dist.get_world_size() == 1:
+        return
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+    found = torch.empty(dist.get_world_size(), dtype=torch.int64)
+    compat.all_gather(found, torch.tensor([digest]), control)
+    if (found == found[0]).all():
+        return
+    texts: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(texts, text, group=control)
+    odd = next(rank for rank, other in enumerate(texts) if other != texts[0])
+    ours, theirs = _difference(texts[0], texts[odd])
+    same = "Every rank must make the same calls with the same plan, model and batch structure"
+    fitting = [what for start, what in (advice or {}).items() if ours.startswith(start) and theirs.startswith(start)]
+    raise DivergenceError(f"ranks disagree: rank 0 has {ours}; rank {odd} has {theirs}. {next(iter(fitting), same)}")
 
 
 def pick_device(plan: Plan) -> torch.device:
@@ -148,61 +150,6 @@ def _difference(a: str, b: str) -> tuple[str, str]:
     return a[:400], b[:400]
 
 
-_device_meshes: dict[tuple[object, ...], DeviceMesh] = {}
-_control_groups: dict[int, dist.ProcessGroup] = {}
-_joint_groups: dict[tuple[object, ...], dist.ProcessGroup] = {}
-
-
-def start(plan: Plan) -> Runtime:
-    """The runtime of a plan.
-
-    Raises:
-        PlanError: the mesh does not fit the world.
-    """
-    device = pick_device(plan)
-    ensure_process_group(device)
-    mesh = plan.mesh.resolve(dist.get_world_size())
-    used = [(name, size) for name, size in mesh.axes if size > 1] or [("data", 1)]
-    key = (device.type, tuple(used), id(dist.group.WORLD))
-    if key not in _device_meshes:  # groups are made once: two plans in one process share them
-        backend = _backend(device)
-        _device_meshes[key] = init_device_mesh(
-            device.type,
-            tuple(size for _, size in used),
-            mesh_dim_names=tuple(name for name, _ in used),
-            backend_override={name: backend for name, _ in used} if backend else None,
-        )
-    device_mesh = _device_meshes[key]
-    shape = "-".join(f"{name}{size}" for name, size in used)
-    axes = []
-    for name, size in used:
-        if size == 1:
-            continue
-        group = f"autoshard:{device.type}:{shape}:{name}"
-        compat.register_group(group, device_mesh.get_group(name))
-        axes.append(Axis(name, size, group, emulate_reduce_scatter=device.type == "cpu"))
-    where = mesh.coordinates(dist.get_rank())
-    coordinates = tuple(torch.tensor([where[axis.name]], device=device) for axis in axes)
-    return Runtime(mesh, device, device_mesh, tuple(axes), coordinates, _control_group(device))
-
-
-def _backend(device: torch.device) -> str | None:
-    """The backend of the groups that a program's collectives run on; None is that of the default group."""
-    gloo = device.type == "cpu" and "cpu:gloo" in dist.get_backend_config()
-    return compat.gloo_in_order() if gloo and dist.get_world_size() > 1 else None
-
-
-def _control_group(device: torch.device) -> dist.ProcessGroup | None:
-    if device.type == "cpu":
-        return None
-    world = id(dist.group.WORLD)
-    if world not in _control_groups:
-        group = dist.new_group(backend=compat.gloo_in_order())
-        assert isinstance(group, dist.ProcessGroup)
-        _control_groups[world] = group
-    return _control_groups[world]
-
-
 _LOST = re.compile(r"\b(connection|peer|gloo|nccl|(tcp|file|prefix|hash)?store|socket)", re.IGNORECASE)
 
 
@@ -223,6 +170,69 @@ def lost_rank_explained() -> Iterator[None]:
             f"another rank ended or cannot be reached ({text.splitlines()[0][:300]}); its own output says why. "
             "Restart all ranks and go on from the last checkpoint: step.load(path), or resume=PATH for autoshard.train"
         ) from error
+
+
+_device_meshes: dict[tuple[object, ...], DeviceMesh] = {}
+_control_groups: dict[int, dist.ProcessGroup] = {}
+_joint_groups: dict[tuple[object, ...], dist.ProcessGroup] = {}
+
+
+def start(plan: Plan) -> Runtime:
+    """The runtime of a plan.
+
+    Raises:
+        PlanError: the mesh does not fit the world.
+    """
+    device = pick_device(plan)
+    ensure_process_group(device)
+    control = _control_group(device)
+    mesh = plan.mesh.resolve(dist.get_world_size())
+    used = [name for name, size in mesh.axes if size > 1] or ["data"]
+    key = (device.type, mesh, id(dist.group.WORLD))
+    if key not in _device_meshes:  # groups are made once: two plans in one process share them
+        _device_meshes[key] = _device_mesh(device, control, mesh, used)
+    device_mesh = _device_meshes[key]
+    shape = "-".join(f"{name}{mesh.axis(name)}" for name in used)
+    axes = []
+    for name in used:
+        if mesh.axis(name) == 1:
+            continue
+        group = f"autoshard:{device.type}:{shape}:{name}"
+        compat.register_group(group, device_mesh.get_group(name))
+        axes.append(Axis(name, mesh.axis(name), group, emulate_reduce_scatter=device.type == "cpu"))
+    where = mesh.coordinates(dist.get_rank())
+    coordinates = tuple(torch.tensor([where[axis.name]], device=device) for axis in axes)
+    return Runtime(mesh, device, device_mesh, tuple(axes), coordinates, control)
+
+
+@lost_rank_explained()
+def _device_mesh(device: torch.device, control: dist.ProcessGroup | None, mesh: Mesh, used: list[str]) -> DeviceMesh:
+    # Making a group waits for its ranks until the timeout: one that has ended or has another mesh is noticed before.
+    agree(f"plan.mesh {mesh}", control)
+    backend = _backend(device)
+    return init_device_mesh(
+        device.type,
+        tuple(mesh.axis(name) for name in used),
+        mesh_dim_names=tuple(used),
+        backend_override=dict.fromkeys(used, backend) if backend else None,
+    )
+
+
+def _backend(device: torch.device) -> str | None:
+    """The backend of the groups that a program's collectives run on; None is that of the default group."""
+    gloo = device.type == "cpu" and "cpu:gloo" in dist.get_backend_config()
+    return compat.gloo_in_order() if gloo and dist.get_world_size() > 1 else None
+
+
+def _control_group(device: torch.device) -> dist.ProcessGroup | None:
+    if device.type == "cpu":
+        return None
+    world = id(dist.group.WORLD)
+    if world not in _control_groups:
+        group = dist.new_group(backend=compat.gloo_in_order())
+        assert isinstance(group, dist.ProcessGroup)
+        _control_groups[world] = group
+    return _control_groups[world]
 
 
 @contextmanager

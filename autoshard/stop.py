@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self, cast
 
@@ -18,9 +19,13 @@ class Stop:
     Before `arm` a signal interrupts at once: there is nothing to save. Then the first one asks to stop, a second
     one interrupts. One rank that is asked is enough: each step starts an all-reduce of one number on the side,
     whose result is read at the next, so that nobody waits for it.
+
+    Args:
+        interrupt: called in the handler of a signal that interrupts; KeyboardInterrupt is raised if it returns.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, interrupt: Callable[[], object]) -> None:
+        self._interrupt = interrupt
         self.decided: signal.Signals | None = None  # by all ranks
         self._asked = 0
         self._armed = False
@@ -64,6 +69,9 @@ class Stop:
         return False
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if not self._armed or self._asked:
+        if not self._armed:
+            self._interrupt()
+            raise KeyboardInterrupt
+        if self._asked:
             raise KeyboardInterrupt
         self._asked = number

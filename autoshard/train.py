@@ -34,6 +34,8 @@ from autoshard import job
 from autoshard.conf import schema
 from autoshard.errors import AutoshardError
 
+_INTERRUPTED = "interrupted; nothing was saved after the last checkpoint"
+_INTERRUPTED_CODE = 128 + signal.SIGINT
 _ONLY_SHOWS = {"--cfg", "-c", "--help", "-h", "--hydra-help", "--info", "-i", "--version", "--shell-completion", "-sc"}
 
 
@@ -69,7 +71,7 @@ def _hydra_main(config: DictConfig) -> None:
         if config.resume is not None:
             config = _resumed_config(config, list(HydraConfig.get().overrides.task))
         schema.check(config)
-        result = job.run(config)
+        result = job.run(config, _end_at_once)
     dist.destroy_process_group()
     if result.interrupted is not None:
         sys.exit(128 + result.interrupted)
@@ -107,7 +109,17 @@ def _mistakes_told(rank: int, *, trace: bool) -> Iterator[None]:
         everywhere = not isinstance(error, AutoshardError) or isinstance(error, schema.ConfigError)
         _give_up(_explain(error), rank, same_everywhere=everywhere)
     except KeyboardInterrupt:
-        _give_up("interrupted; nothing was saved after the last checkpoint", rank, code=128 + signal.SIGINT)
+        _give_up(_INTERRUPTED, rank, code=_INTERRUPTED_CODE)
+
+
+def _end_at_once() -> NoReturn:
+    """Ends the process where it is: torch aborts it where an exception meets the C++ that traces a model."""
+    if os.environ.get("RANK", "0") == "0":
+        os.write(2, f"error: {_INTERRUPTED}\n".encode())  # a signal may come in the middle of a print
+        _tell_launcher(_INTERRUPTED)
+    with contextlib.suppress(RuntimeError):
+        sys.stdout.flush()
+    os._exit(_INTERRUPTED_CODE)
 
 
 def _explain(error: BaseException) -> str:

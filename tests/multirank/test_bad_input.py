@@ -323,6 +323,16 @@ def test_a_rank_with_another_plan_is_refused_on_both_sides_with_the_field(field:
     refused(_another_plan, "DivergenceError", "rank", field, args=(field, values))
 
 
+def _another_mesh() -> None:
+    from autoshard import Mesh
+
+    _step(mesh=Mesh(data=4) if dist.get_rank() < 3 else Mesh(data=2, tensor=2))
+
+
+def test_a_rank_with_another_mesh_is_refused_on_all_sides_before_groups_are_made() -> None:
+    refused(_another_mesh, "DivergenceError", "rank 0", "rank 3", "data=4", "tensor=2", ranks=4)
+
+
 def _another_model(kind: str) -> None:
     other = dist.get_rank() == 1
     model = _model()
@@ -568,6 +578,29 @@ def test_branches_that_alternate_by_batch_train_where_the_optimizer_has_no_state
 
 def test_branches_that_alternate_by_batch_are_refused_where_the_optimizer_has_state() -> None:
     refused(_alternating_branches, "StateError", r"b\.weight", "every batch reach", args=("adamw",))
+
+
+# ---------------------------------------------------------------- values
+
+
+def _index_out_of_range(which: str, call: str) -> None:
+    import autoshard
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 7))
+    step = autoshard.parallelize(model, _plan(), loss=lambda m, b: F.cross_entropy(m(b["x"]), b["y"]), optimizer=ADAMW)
+    batch = {"x": torch.arange(4), "y": torch.arange(4)}
+    state = step.init(batch)
+    batch[which][2] = 77
+    getattr(step, call)(state, batch)
+
+
+@pytest.mark.parametrize(
+    ("which", "call"), [("x", "__call__"), ("y", "__call__"), ("y", "gradients"), ("x", "evaluate")]
+)
+def test_a_token_or_label_out_of_range_is_named_with_the_batch_s_values(which: str, call: str) -> None:
+    patterns = (rf"batch\['{which}'\] is 0 to 77", "Token ids", "class labels", "ignore_index")
+    refused(_index_out_of_range, "BatchError", *patterns, args=(which, call))
 
 
 # ---------------------------------------------------------------- a rank that dies
