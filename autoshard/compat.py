@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import platform
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -246,10 +247,27 @@ def compile_inductor(gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Call
             reorder_for_peak_memory=False,
             reorder_for_locality=False,
             comprehensive_padding=False,
+            **({"cpp.vec_isa_ok": _vectors_work()} if any(x.device.type == "cpu" for x in inputs) else {}),
         ),
         _guards.tracing(_guards.TracingContext(mode)),
     ):
         return compile_fx.compile_fx_inner(gm, list(inputs), is_inference=True)
+
+
+@functools.cache
+def _vectors_work() -> bool | None:
+    """Whether the widest vectors of an x86 CPU work with its compiler; None leaves it to Inductor.
+
+    Inductor itself tries out every width that the CPU has, two seconds each on a cold cache, and takes the widest.
+    """
+    from torch._inductor import config, cpu_vec_isa
+
+    if platform.machine() != "x86_64" or config.cpp.vec_isa_ok is not None:
+        return config.cpp.vec_isa_ok
+    flags = cpu_vec_isa.x86_isa_checker()
+    kinds = (isa for isa in cpu_vec_isa.supported_vec_isa_list if all(flag in flags for flag in str(isa).split()))
+    widest = next(kinds, None)
+    return True if widest else None  # its truth is that a small program with it builds and loads
 
 
 def all_gather(output: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup | None) -> None:
