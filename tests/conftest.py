@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -21,3 +22,7 @@ def _ranks_end_with_the_session() -> Iterator[None]:
     from tests.multirank.runner import close_worlds
 
     close_worlds()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what was imported stays

@@ -6,6 +6,7 @@ Nothing here may start a thread or run an operator: ranks are forked from the pr
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 
@@ -30,3 +31,5 @@ _MODULES = (
 for _name in _MODULES:
     with contextlib.suppress(Exception):  # a rank that needs it will import it again and say what is wrong
         importlib.import_module(_name)
+
+gc.freeze()  # a rank collects garbage after every call, and need not look through all of these for it
