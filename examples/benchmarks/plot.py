@@ -1,6 +1,6 @@
 """A picture of what compare.py wrote: step time over the baseline's with its spread, and bytes at rest.
 
-python plot.py results/2026-11-29.json results/2026-11-29.png
+python plot.py results/2026-11-30.json results/2026-11-30.png
 """
 
 from __future__ import annotations
