@@ -242,13 +242,15 @@ def compile_inductor(gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Call
     from torch._inductor import compile_fx, config
 
     mode = next(x.fake_mode for x in inputs if isinstance(x, FakeTensor))
+    changes: dict[str, bool | None] = {
+        "reorder_for_peak_memory": False,
+        "reorder_for_locality": False,
+        "comprehensive_padding": False,
+    }
+    if any(x.device.type == "cpu" for x in inputs):
+        changes["cpp.vec_isa_ok"] = _vectors_work()
     with (
-        config.patch(
-            reorder_for_peak_memory=False,
-            reorder_for_locality=False,
-            comprehensive_padding=False,
-            **({"cpp.vec_isa_ok": _vectors_work()} if any(x.device.type == "cpu" for x in inputs) else {}),
-        ),
+        config.patch(changes),
         _guards.tracing(_guards.TracingContext(mode)),
     ):
         return compile_fx.compile_fx_inner(gm, list(inputs), is_inference=True)
