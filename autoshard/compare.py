@@ -248,8 +248,7 @@ class _Verification:
 
     def _one(self, state: State, number: int) -> tuple[State, _Result]:
         expected = self._reference(state.rng.clone())
-        metrics, sharded = self.step.gradients(state, self.local)
-        gradients = {name: g.full_tensor() for name, g in sharded.items()}
+        metrics, gradients = self.step.engine.whole_gradients(self.training, state, self.local)
         self._compare(number, "loss", "loss", metrics["loss"], expected.loss)
         whole = _norm(list(expected.gradients.values()))
         for name, p in self.names.parameters().items():

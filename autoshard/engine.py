@@ -182,6 +182,18 @@ class Engine:
         replicas.check_batch(self.runtime, spec, batch)
 
     def gradients(self, training: Training, state: State, batch: Any) -> tuple[Metrics, dict[str, DTensor]]:
+        metrics, found = self._gradients(training, state, batch)
+        return metrics, {name: state.layout.as_dtensor(layout, local) for name, (layout, local) in found.items()}
+
+    def whole_gradients(self, training: Training, state: State, batch: Any) -> tuple[Metrics, dict[str, Tensor]]:
+        """As `gradients`, the whole of each on every rank."""
+        metrics, found = self._gradients(training, state, batch)
+        return metrics, {name: state.layout.whole(layout, local) for name, (layout, local) in found.items()}
+
+    def _gradients(
+        self, training: Training, state: State, batch: Any
+    ) -> tuple[Metrics, dict[str, tuple[Layout, Tensor]]]:
+        """Padded local shards of the gradients, summed over the axes on which they are partial."""
         if training.spec not in self.checked:
             self.check_batch(training.spec, batch)
         values, _, _ = self._micro_batches(training, state, batch)
@@ -189,7 +201,7 @@ class Engine:
         for port in training.gradients:
             reduced = tuple(REPLICATE if isinstance(p, Partial) else p for p in port.placements)
             local = moves.change(values[port], axes, port.placements, reduced, port.shape, self.runtime.coordinates)
-            found[port.name] = state.layout.as_dtensor(Layout(port.shape, port.dtype, reduced), local)
+            found[port.name] = Layout(port.shape, port.dtype, reduced), local
         return self._metrics(training, values), found
 
     def _micro_batches(

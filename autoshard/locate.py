@@ -320,8 +320,8 @@ class Finder:
         uncompiled = dataclasses.replace(self.training, executables=debug)
         engine = self.step.engine
         if gradients_differ:
-            metrics, sharded = engine.gradients(uncompiled, self.state, self.local)
-            ours: Outcome = (metrics["loss"], {name: g.full_tensor() for name, g in sharded.items()}, {})
+            metrics, gradients = engine.whole_gradients(uncompiled, self.state, self.local)
+            ours: Outcome = (metrics["loss"], gradients, {})
             expected = self.one.step(self.training.snapshots[base])
             name = "accumulate" if self.step.plan.accumulate > 1 else "step"
             found = self._outcome_difference(name, expected, ours)

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Replicate as DReplicate
 
-from autoshard import placement
+from autoshard import moves, placement
 from autoshard.collectives import Axis
 from autoshard.compat import pytree
 from autoshard.errors import StateError
@@ -76,6 +76,13 @@ class StateLayout:
 
     def dtensor(self, key: Key, local: Tensor) -> DTensor:
         return self.as_dtensor(self.layouts[key], local)
+
+    def whole(self, layout: Layout, local: Tensor) -> Tensor:
+        """The whole tensor of a padded local shard, on every rank; the shard itself where that is whole.
+
+        Not by DTensor, which does not know strided shards before torch 2.14.
+        """
+        return moves.whole(local, self.axes, layout.placements, layout.shape)
 
     def as_dtensor(self, layout: Layout, local: Tensor) -> DTensor:
         """A padded local shard of `layout` as a DTensor that shares its memory."""
@@ -204,14 +211,13 @@ class State:
         Raises:
             KeyError: there is no such parameter or buffer.
         """
-        section = self.buffers if name in self.buffers else self.params
-        if name not in section:
+        key = ("buffers", name) if name in self.buffers else ("params", self.layout.aliases.get(name, name))
+        if key not in self.layout.layouts:
             raise unknown_entry("parameter or buffer", name, [*self.params, *self.buffers])
         self.layout.agree(f"state.full({name!r})")  # a rank that does not call it would read another's message
-        shard = section[name]
-        whole: Tensor = shard.full_tensor()
-        # What is whole at rest comes as it is, and the next step writes there.
-        return whole.clone() if whole.data_ptr() == shard.to_local().data_ptr() else whole
+        local = self.local(key)
+        whole = self.layout.whole(self.layout.layouts[key], local)
+        return whole.clone() if whole is local else whole  # the next step writes where the state lies
 
     def __repr__(self) -> str:
         if self._tensors is None:
