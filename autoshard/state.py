@@ -80,7 +80,7 @@ class StateLayout:
     def whole(self, layout: Layout, local: Tensor) -> Tensor:
         """The whole tensor of a padded local shard, on every rank; the shard itself where that is whole.
 
-        Not by DTensor, which does not know strided shards before torch 2.14.
+        Not by DTensor, which refuses to gather strided shards in torch 2.11.
         """
         return moves.whole(local, self.axes, layout.placements, layout.shape)
 
