@@ -308,9 +308,9 @@ def split_factor(placement: Any) -> int:
 def gloo_in_order() -> str:
     """Name of a backend: gloo with one worker thread, which runs the collectives of a group one after the other.
 
-    Gloo as torch makes it has two. Both write the name of the collective they started into one ``std::string`` without
-    a lock (``ProcessGroupStatus::lastStartedWorkName``, torch 2.14), which corrupts the heap: a process aborts after
-    some ten thousand collectives. A group made beside a default group of gloo has the timeout of that.
+    Gloo as torch makes it has two. Each writes the name of the collective it has completed into one ``std::string``
+    without a lock (torch 2.14, ``ProcessGroupGloo::runLoop``: ``lastCompletedWorkName``), which corrupts the heap: a
+    process aborts after some ten thousand collectives. A group made beside a default group of gloo has its timeout.
     """
     gloo: Any = dist.ProcessGroupGloo
     name = "autoshard_gloo"
