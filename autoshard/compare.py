@@ -27,6 +27,7 @@ from autoshard.loss import Objective, as_objective
 from autoshard.plan import Plan
 from autoshard.program import Graph, tag
 from autoshard.randomness import uniform_op
+from autoshard.runtime import lost_rank_explained
 from autoshard.state import State
 
 # Relative to the norm of the reference: what reassociated sums may change, with a margin for deep models.
@@ -248,7 +249,8 @@ class _Verification:
 
     def _one(self, state: State, number: int) -> tuple[State, _Result]:
         expected = self._reference(state.rng.clone())
-        metrics, gradients = self.step.engine.whole_gradients(self.training, state, self.local)
+        with lost_rank_explained():
+            metrics, gradients = self.step.engine.whole_gradients(self.training, state, self.local)
         self._compare(number, "loss", "loss", metrics["loss"], expected.loss)
         whole = _norm(list(expected.gradients.values()))
         for name, p in self.names.parameters().items():

@@ -213,7 +213,8 @@ class Engine:
         rng = state.rng
         buffers: dict[str, Tensor] = {}
         held = {accumulator(port): self._zeros(port) for port in training.outcomes} if count > 1 else {}
-        weights = self._weights(training, state, pieces, rng)
+        with batches.indices_explained(batch):
+            weights = self._weights(training, state, pieces, rng)
         outputs: Sequence[Tensor] = ()
         for piece in pieces:
             args = self._arguments(micro.signature, training.captured, state, piece, rng, buffers, weights, held)

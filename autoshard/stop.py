@@ -21,7 +21,8 @@ class Stop:
     whose result is read at the next, so that nobody waits for it.
 
     Args:
-        interrupt: called in the handler of a signal that interrupts; KeyboardInterrupt is raised if it returns.
+        interrupt: called in the handler of a signal that comes before `arm`; KeyboardInterrupt is raised if it
+            returns, and at once for a second signal.
     """
 
     def __init__(self, interrupt: Callable[[], object]) -> None:

@@ -80,10 +80,8 @@ def events_of_code(code: str) -> list[str]:
     return found
 
 
-def compiled_and_written() -> tuple[list[str], list[str]] | None:
-    """Run on ranks, because compiling collectives needs a process group; all would compile the same."""
-    if dist.get_rank() != 0:
-        return None
+def compiled_and_written() -> tuple[list[str], list[str]]:
+    """Run on a rank, because compiling collectives needs a process group."""
     world = dist.group.WORLD
     assert world is not None
     compat.register_group("autoshard:cpu:data2:data", world)
@@ -98,12 +96,23 @@ def gathers_before_each_product(events: list[str]) -> list[int]:
 
 
 def test_the_compiler_starts_a_gather_one_use_early_at_most() -> None:
-    compiled, written = run_ranks(compiled_and_written, 2, timeout=280)[0]
-    early, planned = gathers_before_each_product(compiled), gathers_before_each_product(written)
-    assert len(early) == len(planned) > 10
-    assert [e - p for e, p in zip(early, planned, strict=True) if not p <= e <= p + 1] == []
-    assert compiled.count("gather") == written.count("gather")
-    assert compiled.count("reduce") == written.count("reduce")
+    for compiled, written in run_ranks(compiled_and_written, 2, timeout=280):
+        early, planned = gathers_before_each_product(compiled), gathers_before_each_product(written)
+        assert len(early) == len(planned) > 10
+        assert [e - p for e, p in zip(early, planned, strict=True) if not p <= e <= p + 1] == []
+        assert compiled.count("gather") == written.count("gather")
+        assert compiled.count("reduce") == written.count("reduce")
+
+
+def test_the_vectors_that_are_taken_without_trying_all_are_inductors_own_choice() -> None:
+    from torch._inductor import config, cpu_vec_isa
+
+    chosen = []
+    for known in (None, compat._vectors_work()):
+        cpu_vec_isa.valid_vec_isa_list.cache_clear()
+        with config.patch({"cpp.vec_isa_ok": known}):
+            chosen.append(str(cpu_vec_isa.pick_vec_isa()))
+    assert chosen[0] == chosen[1]
 
 
 class CompilerError(Exception):

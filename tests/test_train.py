@@ -175,8 +175,8 @@ def test_one_rank_without_the_extras_trains_alike_and_another_plan_resumes_it(ru
     assert "holds the results of another run" in refused.printed
 
 
-def test_ctrl_c_in_a_terminal_saves_and_says_where_and_how_to_go_on(tmp_path: Path) -> None:
-    command = torchrun(*TINY, "plan.backend=debug", "steps=100000", "evaluate_every=0", "output=stopped")
+def test_ctrl_c_in_a_terminal_saves_says_where_and_the_run_goes_on_to_the_bit(run: Run, tmp_path: Path) -> None:
+    command = torchrun(*TINY, "steps=100000", "evaluate_every=0", "output=stopped")
     process, terminal = pty.fork()
     if process == 0:
         os.chdir(tmp_path)
@@ -205,6 +205,8 @@ def test_ctrl_c_in_a_terminal_saves_and_says_where_and_how_to_go_on(tmp_path: Pa
     assert shown.count("saved to") == 1
     steps, checkpoint = int(told[1]), Path(told[2])
     assert checkpoint.name == f"step_{steps:08}"
+    compared = min(steps, 8)
+    assert exact_columns(tmp_path / "stopped", 1, compared) == exact_columns(run.folder, 1, compared)
     position = json.loads((checkpoint / "position.json").read_text())
     assert position["step"] == steps
     per_epoch = position["data"]["length"] // 8 * 8
@@ -304,11 +306,11 @@ def test_what_nothing_would_read_is_refused_with_the_nearest_valid_name(
 
 def test_torchrun_names_a_mistake_or_the_users_error_as_the_root_cause(tmp_path: Path) -> None:
     (tmp_path / "losses.py").write_text("def lacking(model, batch):\n    return undefined_name\n")
-    for argument, said, ranks, by_ranks in (
-        ("model.layrs=4", r"model\.layrs does not exist; did you mean model\.layers\?", 2, 1),
-        ("loss=losses.lacking", r"Traceback.*NameError: name 'undefined_name'.*autoshard was tracing \S+losses", 1, 0),
+    for argument, said, by_ranks in (
+        ("model.layrs=4", r"model\.layrs does not exist; did you mean model\.layers\?", 1),
+        ("loss=losses.lacking", r"Traceback.*NameError: name 'undefined_name'.*autoshard was tracing \S+losses", 0),
     ):
-        command = torchrun("experiment=tiny", "output=cause", argument, ranks=ranks)
+        command = torchrun("experiment=tiny", "output=cause", argument)
         printed = finish(command, tmp_path, code=1, PYTHONPATH=str(tmp_path))
         assert re.search(rf"Root Cause.*traceback : {said}", printed, re.DOTALL), printed
         assert len(re.findall(r"^error", printed, re.MULTILINE)) == by_ranks

@@ -604,6 +604,26 @@ def test_a_token_or_label_out_of_range_is_named_with_the_batch_s_values(which: s
     refused(_index_out_of_range, "BatchError", *patterns, args=(which, call))
 
 
+def _label_out_of_range_in_a_count() -> None:
+    import autoshard
+
+    def loss(model: Any, batch: Any) -> Any:
+        weight = torch.arange(1.0, 8.0)[batch["y"]]
+        return autoshard.Mean(
+            (F.cross_entropy(model(batch["x"]), batch["y"] % 7, reduction="none") * weight).sum(), weight.sum()
+        )
+
+    step = autoshard.parallelize(nn.Linear(3, 7), _plan(accumulate=2), loss=loss, optimizer=ADAMW)
+    batch = {"x": torch.zeros(4, 3), "y": torch.arange(4)}
+    state = step.init(batch)
+    batch["y"][1] = 77
+    step(state, batch)
+
+
+def test_so_it_is_in_the_count_of_a_mean_which_runs_before() -> None:
+    refused(_label_out_of_range_in_a_count, "BatchError", r"batch\['y'\] is 0 to 77")
+
+
 # ---------------------------------------------------------------- a rank that dies
 
 
